@@ -1,0 +1,225 @@
+"""GRPO as pure functions on tensors: advantages, the policy losses, KL, entropy.
+
+Rows are completions: N = B·G of them, the G of a group next to each other; T completion tokens, V vocabulary.
+A `mask` (N, T) is true on completion tokens, the end token among them. What lies outside never counts, even if it is
+NaN. Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "gspo")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+# exp of a log-ratio stops here. e^20 = 5e8 is far outside any trust region, yet small enough that its sum over a batch
+# and the square of that sum, which a gradient norm needs, still fit into fp32. Beyond the bound the gradient is zero.
+MAX_LOG_RATIO = 20.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+
+
+def advantages(rewards, group_size, scale="none"):
+    """Rewards (N,) against the mean of their group -> advantages (N,), share of groups without any variance.
+
+    scale="group" also divides by the standard deviation of the group (Shao et al., 2024, DeepSeekMath); "none" does
+    not, as that favours prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO); "batch"
+    divides by the standard deviation of all rewards. Give it the rewards of the whole batch, never of a microbatch.
+    """
+    groups = rewards.view(-1, group_size)  # (B, G)
+    result = groups - groups.mean(1, keepdim=True)
+    if scale == "group":
+        result = result / (groups.std(1, keepdim=True) + 1e-4)
+    elif scale == "batch":
+        result = result / (rewards.std() + 1e-4)
+    # Equal rewards teach nothing, but the rounding of their mean would, once divided by a deviation of nearly zero.
+    flat = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= 1e-6
+    return result.masked_fill(flat, 0).flatten(), flat.float().mean()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The policy loss
+
+
+def policy_loss(
+    logprobs,  # (N, T) of the policy in training, with gradient
+    old_logprobs,  # (N, T) of the policy that sampled
+    advantages,  # (N,)
+    mask,  # (N, T)
+    *,
+    loss,
+    clip_low,
+    clip_high,
+    max_completion_tokens,
+    weights=None,  # (N, T) from importance_weights
+    normalizer=None,  # of the whole batch, where this is only a part of it
+):
+    """The loss to minimise, and stats for merge_stats.
+
+    grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
+             (Shao et al., 2024): a token of a long completion weighs less
+    dapo     the same, mean over all tokens of the batch (Yu et al., 2025); its "clip-higher" is clip_high > clip_low
+    dr_grpo  the same, divided by the constant N · max_completion_tokens: no bias by length (Liu et al., 2025)
+    cispo    the ratio is capped at 1 + clip_high and becomes a constant weight of the policy gradient, so that no
+             token loses its gradient; mean over all tokens (MiniMax-M1, 2025)
+    gspo     one ratio for each completion, the geometric mean of its tokens' ratios (Zheng et al., 2025)
+    """
+    mask, advantages = mask.bool(), advantages[:, None]
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
+    if loss == "gspo":
+        log_ratio = log_ratio.sum(1, keepdim=True) / lengths(mask)  # (N, 1)
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    if loss == "cispo":
+        objective = ratio.detach().clamp(max=1 + clip_high) * advantages * logprobs
+        clipped_low, clipped_high = torch.zeros_like(mask), too_high & (advantages != 0)
+    else:
+        objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+        clipped_low, clipped_high = too_low & (advantages < 0), too_high & (advantages > 0)
+    if weights is not None:
+        objective = objective * torch.where(mask, weights, 0)
+    if normalizer is None:
+        normalizer = loss_normalizer(mask, loss, max_completion_tokens).clamp(min=1)
+
+    ratio = ratio.detach()
+    stats = {  # in gspo a completion's ratio counts once for each of its tokens
+        "tokens": mask.sum(),
+        "ratio_sum": torch.where(mask, ratio, 0).sum(),
+        "ratio_min": torch.where(mask, ratio, torch.inf).amin(),
+        "ratio_max": torch.where(mask, ratio, -torch.inf).amax(),
+        "clip_low": (clipped_low & mask).sum(),  # tokens whose gradient the clip has changed
+        "clip_high": (clipped_high & mask).sum(),
+    }
+    return aggregate(-objective, mask, loss, normalizer), stats
+
+
+def loss_normalizer(mask, loss, max_completion_tokens):
+    """What a sum over these rows is divided by. It adds up: over microbatches, tasks and processes.
+
+    DDP averages gradients over processes: there give policy_loss the sum over processes divided by their number.
+    """
+    rows, tokens = torch.tensor(len(mask), device=mask.device), mask.sum()
+    return {
+        "grpo": rows, "gspo": rows, "dr_grpo": rows * max_completion_tokens, "dapo": tokens, "cispo": tokens
+    }[loss]  # fmt: skip
+
+
+def aggregate(per_token, mask, loss, normalizer):
+    """Values (N, T) to one number in the way of `loss`; for the KL and entropy terms next to a policy loss, too."""
+    per_row = torch.where(mask.bool(), per_token, 0).sum(1)  # (N,)
+    if loss in ("grpo", "gspo"):
+        per_row = per_row / lengths(mask)[:, 0]
+    return per_row.sum() / normalizer
+
+
+def lengths(mask):  # (N, 1)
+    return mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def merge_stats(parts):
+    """The stats of microbatches as those of the whole: exact, as they are sums, minima and maxima."""
+    how = {"ratio_min": torch.amin, "ratio_max": torch.amax}
+    return {name: how.get(name, torch.sum)(torch.stack([part[name] for part in parts])) for name in parts[0]}
+
+
+def importance_weights(train_logprobs, rollout_logprobs, cap):
+    """Truncated importance sampling (Yao et al., 2025): min(p_train / p_rollout, cap) for each token, a constant.
+
+    For a rollout in another precision or engine than the training forward. train_logprobs are those of the weights
+    that sampled: they are also policy_loss's old_logprobs, so that its ratio holds the change by updates alone.
+    """
+    return (train_logprobs - rollout_logprobs).detach().exp().clamp(max=cap)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KL
+
+
+def kl(logprobs, ref_logprobs, mask, estimator):
+    """Estimates (N, T) of KL(policy ‖ reference) on sampled tokens, zero outside the mask (Schulman, 2020).
+
+    `.sum() / mask.sum()` is the KL per token, `.sum(1).mean()` per sequence. All three are right as numbers to look
+    at, k1 without bias but noisy and of either sign, k2 with a little bias, k3 without bias and never negative. In a
+    loss they are three different things (Tang & Munos, 2025), for tokens sampled from the policy:
+
+    k1  log(p/q)            gradient ∇log p: zero on average. It holds nothing back and only adds noise.
+    k2  ½ log(p/q)²         gradient log(p/q) ∇log p: on average exactly that of KL(p ‖ q). The right one.
+    k3  q/p - 1 - log(q/p)  gradient (1 - q/p) ∇log p: on average that of KL(q ‖ p), the other direction, and huge
+                            where p << q. GRPO's own. (TRL by default multiplies it by the ratio, as DeepSeek-V3.2
+                            does; then its gradient on policy is k2's.)
+    """
+    log_ratio = torch.where(mask.bool(), logprobs - ref_logprobs, 0)  # log(p/q)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-log_ratio) + log_ratio  # expm1: near p = q the difference of two numbers close to 1 is noise
+
+
+def adapt_kl_coef(coef, kl, target, rate=0.1):
+    """The controller of Ziegler et al. (2019): moves the coefficient, by 2 % at most, so that KL goes to `target`."""
+    error = max(-0.2, min(0.2, kl / target - 1))  # in this order a KL that is NaN counts as too large
+    return coef * (1 + rate * error)
+
+
+def kl_warmup(step, steps, factor):
+    """What the coefficient is multiplied by at `step` (from 0): a line from `factor` to 1 over the first `steps`."""
+    return factor + (1 - factor) * min(1, step / steps) if steps else 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logprobs and entropy
+
+
+def logprobs_and_entropy(logits, tokens, temperature=1.0):
+    """Logits (..., V), tokens (...) -> the tokens' logprobs and the distribution's entropy, both (...) in fp32.
+
+    The distribution is the sampled one, softmax(logits / temperature); -inf marks what sampling has filtered out.
+    Both results have a gradient, and an unused one costs nothing in backward.
+    """
+    return LogprobEntropy.apply(logits, tokens, temperature)
+
+
+class LogprobEntropy(torch.autograd.Function):
+    """Autograd by itself would keep several fp32 tensors of the logits' size, which for GPT-2's vocabulary are the
+    largest of all. Here they exist for a few rows at a time, and backward makes them again from the logits."""
+
+    @staticmethod
+    def forward(ctx, logits, tokens, temperature):
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = torch.empty(tokens.shape, device=logits.device, dtype=wide)
+        entropy = torch.empty_like(logprobs)
+        for rows in chunks(logits):
+            logp = (logits[rows].to(wide) / temperature).log_softmax(-1)
+            logprobs[rows] = logp.gather(-1, tokens[rows, ..., None]).squeeze(-1)
+            entropy[rows] = torch.special.entr(logp.exp_()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
+        ctx.save_for_backward(logits, tokens, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        logits, tokens, entropy = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for rows in chunks(logits):
+            p = (logits[rows].to(entropy.dtype) / ctx.temperature).softmax(-1)
+            grad = torch.zeros_like(p)
+            if grad_entropy is not None:  # dH/dx = p (-log p - H)
+                grad += grad_entropy[rows, ..., None] * (torch.special.entr(p) - p * entropy[rows, ..., None])
+            if grad_logprobs is not None:  # dlogp/dx = onehot - p
+                upstream = grad_logprobs[rows, ..., None]
+                grad -= upstream * p
+                grad.scatter_add_(-1, tokens[rows, ..., None], upstream)
+            grad_logits[rows] = grad / ctx.temperature
+        return grad_logits, None, None
+
+
+def chunks(logits, elements=2**22):
+    """Slices of the first dimension with about so many elements each."""
+    step = max(1, elements * len(logits) // max(1, logits.numel()))
+    return [slice(i, i + step) for i in range(0, len(logits), step)]

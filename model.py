@@ -1,0 +1,375 @@
+"""GPT-2 for reading: the forward pass, Hugging Face folders in and out, the tokenizer.
+
+There is no dropout, whatever config.json says: with it the policy and its reference are two different functions, and
+KL is large before the first update. One forward serves training, prefill and decoding, so that sampling and training
+follow one numerical path. Names and sizes are GPT-2's own (Radford et al., 2019), as in transformers' GPT2LMHeadModel.
+"""
+
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import time
+import zipfile
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tokenizer import TOKENIZER_FILES, LoadError, Tokenizer, has_tokenizer, read_json
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    layer_norm_epsilon: float = 1e-5
+    eos_token_id: int = 50256
+    chess_format: str = "rookworld"  # how this model writes chess, see data.py; model.py only carries it along
+
+
+@dataclass
+class Prompt:
+    """What the rows of a group share: keys and values of their prompt, without its last token.
+
+    The last prompt token is the first one that each row feeds by itself, so that its output predicts the row's first
+    new token and nothing else has to be kept from prefill.
+    """
+
+    keys: list  # one (B, H, P, D) for each layer
+    values: list
+    lengths: torch.Tensor  # (B,) tokens before the last one
+    bias: torch.Tensor  # (B, 1, 1, P), 0 on a prompt's tokens, -inf on its padding
+
+    def select(self, groups):
+        """The prompts of some groups only."""
+        keys, values = [k[groups] for k in self.keys], [v[groups] for v in self.values]
+        return Prompt(keys, values, self.lengths[groups], self.bias[groups])
+
+
+class Cache:
+    """Keys and values of the rows' own tokens while decoding: allocated once, written in place."""
+
+    def __init__(self, config, rows, length, device, dtype):
+        shape = (config.n_layer, rows, config.n_head, length, config.n_embd // config.n_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, N, H, T, D)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, bias, prompt, prompt_bias, cache, at):
+        N, S, C = x.shape
+        heads = self.c_attn(x).view(N, S, 3, self.n_head, C // self.n_head)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (N, H, S, D)
+        own = k, v
+        if cache is not None:  # decoding: S = 1, this token's place in the cache is `at`
+            for store, new in zip(cache, own):
+                store.index_copy_(2, at, new.to(store.dtype))
+            k, v = (store[:, :, : bias.shape[-1]].to(q.dtype) for store in cache)
+        y = attend(q, k, v) if prompt is None else attend_shared(q, k, v, bias, *prompt, prompt_bias)
+        return self.c_proj(y.transpose(1, 2).reshape(N, S, C)), own
+
+
+def attend(q, k, v):
+    """Causal attention of rows (N, H, S, D) to themselves."""
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    S, D = q.shape[-2:]  # on CPU written out: in bf16 and with gradients 1.5 times as fast as the fused kernel
+    bias = torch.full((S, S), -math.inf, dtype=q.dtype).triu_(1)
+    weights = (q * D**-0.5 @ k.transpose(-1, -2) + bias).softmax(-1)
+    return weights.to(v.dtype) @ v
+
+
+def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
+    """Attention of N = B·G rows to their own keys (N, H, K, D) and to their group's prompt (B, H, P, D), one softmax.
+
+    The G rows of a group are G queries to one prompt: they are folded into one matrix product, so a prompt is read
+    once for its group, never copied for each row; in training its gradient is the sum over the group by itself.
+    """
+    (N, H, S, D), (B, _, P, _) = q.shape, prompt_k.shape
+    G = N // B
+
+    def fold(t):  # (N, H, S, ·) -> (B, H, G·S, ·)
+        return t.view(B, G, H, S, -1).transpose(1, 2).reshape(B, H, G * S, -1)
+
+    def unfold(t):  # (B, H, G·S, ·) -> (N, H, S, ·)
+        return t.view(B, H, G, S, -1).transpose(1, 2).reshape(N, H, S, -1)
+
+    q = q * D**-0.5
+    to_prompt = unfold(fold(q) @ prompt_k.transpose(-1, -2) + prompt_bias)  # (N, H, S, P)
+    to_own = q @ k.transpose(-1, -2) + bias  # (N, H, S, K)
+    weights = torch.cat([to_prompt, to_own], -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+    return unfold(fold(weights[..., :P]) @ prompt_v) + weights[..., P:] @ v
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = nn.ModuleDict(
+            {"c_fc": nn.Linear(config.n_embd, 4 * config.n_embd), "c_proj": nn.Linear(4 * config.n_embd, config.n_embd)}
+        )
+
+    def forward(self, x, *context):
+        y, own = self.attn(self.ln_1(x), *context)
+        x = x + y
+        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")  # gelu_new
+        return x + self.mlp["c_proj"](hidden), own
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        for name, p in self.named_parameters():  # GPT-2's initialisation
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif ".ln_" not in name and not name.startswith("ln_"):
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
+
+    def forward(self, tokens, prompt=None, cache=None, at=None, span=None, head=True):
+        """Logits (N, S, V) of the token after each of `tokens` (N, S); with head=False the hidden states (N, S, C).
+
+        model(tokens)                        plain causal attention
+        model(tokens, prompt)                training: rows that continue their group's shared prompt, N = B·G
+        model(tokens, prompt, cache, at, span)  decoding: S = 1; `at` (1,) is the token's place among the row's own
+                                             tokens, `span` > at how many places of the cache are looked at
+        """
+        x = self.trunk(tokens, prompt, cache, at, span)[0]
+        return self.head(x) if head else x
+
+    def head(self, x):
+        return F.linear(x, self.wte.weight)  # tied to the embedding
+
+    def trunk(self, tokens, prompt=None, cache=None, at=None, span=None):
+        """Hidden states (N, S, C) and each layer's keys and values of `tokens`."""
+        (N, S), device = tokens.shape, tokens.device
+        positions = torch.arange(S, device=device) if at is None else at  # (S,)
+        bias = prompt_bias = None
+        if prompt is not None:
+            own = torch.arange(S if at is None else span, device=device)
+            bias = torch.zeros(S, len(own), device=device).masked_fill_(own > positions[:, None], -math.inf)
+            prompt_bias = prompt.bias
+            positions = prompt.lengths.repeat_interleave(N // len(prompt.lengths))[:, None] + positions  # (N, S)
+        x = self.wte(tokens) + self.wpe(positions)
+        keys, values = [], []
+        for i, block in enumerate(self.h):
+            shared = (prompt.keys[i], prompt.values[i]) if prompt is not None else None
+            stored = (cache.keys[i], cache.values[i]) if cache is not None else None
+            x, (k, v) = block(x, bias, shared, prompt_bias, stored, at)
+            keys.append(k)
+            values.append(v)
+        return self.ln_f(x), keys, values
+
+    def prefill(self, tokens, lengths):
+        """The shared part of B prompts: tokens (B, P) padded on the right, lengths (B,) with the last token counted.
+
+        Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
+        """
+        _, keys, values = self.trunk(tokens[:, :-1])
+        padding = torch.arange(tokens.shape[1] - 1, device=tokens.device) >= lengths[:, None] - 1  # (B, P - 1)
+        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)
+        return Prompt(keys, values, lengths - 1, bias[:, None, None])
+
+    def score(self, tokens, lengths, completions):
+        """Logits (N, T, V) for each token of `completions` (N, T), whose groups share the prompts `tokens` (B, P)."""
+        last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(len(completions) // len(tokens), 0)  # (N, 1)
+        return self(torch.cat([last, completions[:, :-1]], 1), self.prefill(tokens, lengths))
+
+    @classmethod
+    def load(cls, source):
+        """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
+        folder = fetch(source)
+        with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
+            model = cls(read_config(folder))
+        wanted, found = model.state_dict(), {}
+        for name, tensor in read_weights(folder).items():
+            name = name.removeprefix("transformer.")
+            if name.endswith((".attn.bias", ".attn.masked_bias")):
+                continue  # causal masks that old versions of transformers stored
+            if name.endswith(TRANSPOSED) and tensor.ndim == 2:
+                tensor = tensor.t()
+            found[name] = tensor.float().contiguous()
+        head = found.pop("lm_head.weight", None)
+        if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
+            raise LoadError(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
+        for name in sorted(wanted.keys() | found.keys()):
+            if name not in found:
+                raise LoadError(f"{folder}: the weights have no tensor {name}, which config.json asks for.")
+            if name not in wanted:
+                raise LoadError(f"{folder}: the weights have a tensor {name} that config.json has no place for.")
+            if wanted[name].shape != found[name].shape:
+                shapes = tuple(found[name].shape), tuple(wanted[name].shape)
+                raise LoadError(f"{folder}: tensor {name} has shape {shapes[0]}, but config.json asks for {shapes[1]}.")
+        model.load_state_dict(found, assign=True)
+        model.requires_grad_(True)
+        if has_tokenizer(folder):
+            model.tokenizer = Tokenizer.load(folder)
+            if model.tokenizer.vocab_size > model.config.vocab_size:
+                raise LoadError(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
+        return model
+
+    @cached_property
+    def tokenizer(self):
+        return Tokenizer.gpt2()  # a folder without tokenizer files is taken for GPT-2's own
+
+    def save(self, path, dtype=torch.float32):
+        """A folder that transformers and vLLM open. It appears whole or not at all; other files in it are kept."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        try:
+            weights = {
+                f"transformer.{name}": (p.t() if name.endswith(TRANSPOSED) else p).to("cpu", dtype).contiguous()
+                for name, p in self.state_dict().items()
+            }
+            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+            config = {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "activation_function": "gelu_new",
+                **{name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
+                "bos_token_id": self.config.eos_token_id,
+                "torch_dtype": str(dtype).removeprefix("torch."),
+                **asdict(self.config),
+            }
+            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            if "tokenizer" in self.__dict__:  # known, so worth keeping; GPT-2's default would need the network
+                for name, content in self.tokenizer.files.items():
+                    (temporary / name).write_bytes(content)
+            if path.exists():
+                for file in temporary.iterdir():
+                    os.replace(file, path / file.name)
+            else:
+                temporary.chmod(0o755)  # mkdtemp's folders are private
+                os.rename(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def fastest_dtype(device):
+    """The dtype for autocast: bf16 on CUDA; on CPU what multiplies faster here, since only some have bf16 units."""
+    if torch.device(device).type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            F.linear(x, w)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return min(seconds, key=seconds.get)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face folders
+
+UNREADABLE = (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError)
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
+
+
+def fetch(source):
+    """The folder of a model: `source` itself, or the hub's files in the local cache."""
+    if os.path.isdir(source):
+        return Path(source)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
+        raise LoadError(f"{source}: there is no such folder, and it is no hub id (owner/name).")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
+    try:
+        folder = Path(snapshot_download(source, allow_patterns=patterns))
+        if not any(folder.glob("model*.safetensors")):
+            folder = Path(snapshot_download(source, allow_patterns=[*patterns, "pytorch_model.bin"]))
+    except Exception as error:  # offline, unknown, private, full disk: the hub has many ways to say no
+        reason = str(error).strip().split("\n")[0]
+        raise LoadError(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {reason}")
+    return folder
+
+
+def read_config(folder):
+    content = read_json(folder / "config.json")
+    fixed = {
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "n_inner": (None, 4 * content["n_embd"] if isinstance(content.get("n_embd"), int) else None),
+        "chess_format": ("rookworld", "expanded"),
+    }
+    file = folder / "config.json"
+    for name, allowed in fixed.items():
+        if content.get(name, None if name == "model_type" else allowed[0]) not in allowed:
+            raise LoadError(f"{file}: {name} is {content.get(name)!r}, but only {allowed[0]!r} is built here.")
+    defaults = asdict(GPTConfig())
+    values = {name: content.get(name, default) for name, default in defaults.items()}
+    for name, value in values.items():
+        if type(value) is not type(defaults[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**31):
+            raise LoadError(f"{file}: {name} is {value!r}, which no GPT-2 has.")
+    config = GPTConfig(**values)
+    if min(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head) < 1:
+        raise LoadError(f"{file}: a size is 0; every size of a GPT-2 is at least 1.")
+    if config.n_embd % config.n_head:
+        raise LoadError(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
+    return config
+
+
+def read_weights(folder):
+    """All tensors by name, from one safetensors file, from several, or from pytorch_model.bin without its code."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    elif index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise LoadError(f"{index}: its weight_map does not map tensors to files.")
+        names = sorted(set(shards.values()))
+        for name in names:
+            if Path(name).name != name:
+                raise LoadError(f"{index}: {name!r} points out of the folder.")
+    elif (folder / "pytorch_model.bin").exists():
+        names = ["pytorch_model.bin"]
+    else:
+        raise LoadError(f"{folder}: there are no weights (model.safetensors or pytorch_model.bin).")
+    weights = {}
+    for name in names:
+        try:
+            if name.endswith(".bin"):
+                tensors = torch.load(folder / name, map_location="cpu", weights_only=True)
+            else:
+                tensors = load_file(folder / name)
+        except FileNotFoundError:
+            raise LoadError(f"{folder}: {name} is missing, though the index names it.")
+        except UNREADABLE as error:
+            reason = str(error).strip().split("\n")[0]
+            raise LoadError(f"{folder}/{name}: damaged or not a file of weights ({type(error).__name__}: {reason})")
+        if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
+            raise LoadError(f"{folder}/{name}: a dictionary of tensors is expected.")
+        weights.update(tensors)
+    return weights

@@ -1,0 +1,50 @@
+"""What a run says of itself: its state with what to do about it, the progress line, sample completions."""
+
+import sys
+
+
+def diagnose(m, past, kl_threshold, max_grad_norm):
+    """(state, what is the matter and what to do) of a step with metrics `m` after the steps `past`."""
+    falling = len(past) >= 40 and mean(past[-20:], "reward") < mean(past[-40:-20], "reward") - 0.05
+    for state, wrong, advice in (
+        ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
+        ("red", m.get("kl", 0) > kl_threshold, "the policy has left the reference: raise KL_COEF or lower LR"),
+        ("red", m["structure"] < 0.2, "completions are malformed: lower LR, and look at the samples"),
+        ("red", m["reward_max"] < 0, "every reward is negative: nothing can be learnt from this batch"),
+        ("yellow", m["frac_zero_std"] > 0.5, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
+        ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
+        ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
+        ("yellow", m["runaway"] > 0.2, "many completions hit their limit: raise MAX_NEW_TOKENS"),
+        ("yellow", m["structure"] < 0.8, "many completions are malformed: the reward will teach form first"),
+        ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
+        ("yellow", falling, "the reward falls: lower LR or raise KL_COEF"),
+    ):
+        if wrong:
+            return state, advice
+    return "green", ""
+
+
+def mean(rows, name):
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def progress_line(m, steps, seconds_left):
+    legal = f"legal {m['P/legal']:.0%} " if "P/legal" in m else ""
+    kl = f"kl {m['kl']:.4f} " if "kl" in m else ""
+    state = f"● {m['state']}"
+    if sys.stdout.isatty():
+        state = {"green": "\033[32m", "yellow": "\033[33m", "red": "\033[31m"}[m["state"]] + state + "\033[0m"
+    return (
+        f"step {m['step']}/{steps} reward {m['reward']:.3f} {legal}{kl}grad {m['grad_norm']:.2f} "
+        f"clip {m['clip_low'] + m['clip_high']:.1%} zero-std {m['frac_zero_std']:.0%} "
+        f"{m['tokens_per_second'] / 1000:.1f}k tok/s eta {seconds_left / 60:.0f}m {state}"
+        + (f" ({m['advice']})" if m["advice"] else "")
+    )
+
+
+def show(samples):
+    """The worst and the best of some (prompt, completion, grade), each with what it was paid for."""
+    ordered = sorted(samples, key=lambda sample: sample[2].reward)
+    for prompt, text, g in (ordered[0], ordered[-1]):
+        paid = " ".join(f"{n.removeprefix('earned/')} {v:.2f}" for n, v in g.parts.items() if "earned" in n and v)
+        print(f"  {prompt.strip()}\n  -> {text.strip()}\n     {g.reward:.3f} = {paid}")

@@ -1,0 +1,127 @@
+"""Batched sampling with a KV cache: prompts in, completions with their logprobs out.
+
+A group's prompt is prefilled once, stored once and read once for the whole group at each step (model.attend_shared).
+Rows that have ended leave the batch. The host looks at the device only every LOOK steps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from model import Cache
+
+LOOK = 8  # steps between two looks at who has finished
+SPAN = 32  # on CUDA the attended part of the cache grows in such steps, one captured graph for each
+
+
+class Rollout(NamedTuple):
+    tokens: torch.Tensor  # (N, T) rows b·G … b·G + G-1 continue prompt b; the end token after a row's end
+    mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
+    logprobs: torch.Tensor  # (N, T) under the distribution that was sampled, 0 where the mask is False
+    truncated: torch.Tensor  # (N,) True where a row reached the limit without an end token
+
+
+def pad_prompts(prompts, device):
+    """Token lists of any lengths -> tokens (B, P) padded on the right, lengths (B,)."""
+    lengths = torch.tensor([len(p) for p in prompts])
+    if not len(prompts) or lengths.min() < 1:
+        raise ValueError("every prompt needs at least one token.")
+    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return tokens.to(device), lengths.to(device)
+
+
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, keep=None):
+    """Log-probabilities (…, V) of what is sampled: temperature first, then the k likeliest, then the nucleus.
+
+    In training `keep` (…) names the sampled tokens: the filters leave them in, wherever an update has moved them.
+    """
+    logits = unfiltered = logits.float() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    if top_p < 1:  # Holtzman et al., 2020: the smallest set of likeliest tokens that holds top_p
+        ordered, index = logits.softmax(-1).sort(descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the likeliest token always stays
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+    if keep is not None:
+        logits = logits.scatter(-1, keep[..., None], unfiltered.gather(-1, keep[..., None]))
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, eos=None, generator=None):
+    """Sample `group_size` completions for each of `prompts` (lists of token ids); temperature 0 is greedy."""
+    device = model.wte.weight.device
+    eos = model.config.eos_token_id if eos is None else eos
+    prompt_tokens, lengths = pad_prompts(prompts, device)
+    B, N, T = len(prompts), len(prompts) * group_size, max_new_tokens
+    if prompt_tokens.shape[1] + T > model.config.n_positions:
+        raise ValueError(
+            f"a prompt of {prompt_tokens.shape[1]} tokens and {T} new ones exceed the model's "
+            f"{model.config.n_positions} positions; shorten the prompts or lower the limit of new tokens."
+        )
+    prompt = model.prefill(prompt_tokens, lengths)
+    cache = Cache(model.config, N, T, device, prompt.keys[0].dtype)
+    tokens = torch.full((N, T), max(eos, 0), device=device)
+    logprobs = torch.zeros(N, T, device=device)
+
+    # The batch: row i of it is row rows[i] of the result. Everything a step changes, it changes in place, so that a
+    # captured step can be replayed.
+    rows = torch.arange(N, device=device)
+    current = prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0)  # (N, 1)
+    alive = torch.ones(N, dtype=torch.bool, device=device)
+    at = torch.zeros(1, dtype=torch.long, device=device)
+
+    def step(span):
+        logits = model(current, prompt, cache, at, span)[:, 0]  # (N, V)
+        if temperature == 0:
+            token = logits.argmax(-1)
+            logprob = torch.zeros_like(token, dtype=torch.float32)  # greedy is certain: log 1
+        else:
+            logp = distribution(logits, temperature, top_k, top_p)
+            noise = torch.empty_like(logp).exponential_(generator=generator)
+            token = (logp.exp() / noise).argmax(-1)  # the exponential race: as torch.multinomial, without its checks
+            logprob = logp.gather(1, token[:, None])[:, 0]
+        tokens.index_put_((rows, at), token)
+        logprobs.index_put_((rows, at), logprob)
+        alive.logical_and_(token != eos)
+        current.copy_(token[:, None])
+        at.add_(1)
+
+    replay, captured_span = None, 0
+    for t in range(T):
+        if device.type == "cuda" and t > 0:  # the first step runs as it is: it warms the libraries up
+            span = min(T, -(-(t + 1) // SPAN) * SPAN)
+            if replay is None or span != captured_span:
+                replay, captured_span = capture(step, span, generator), span
+            replay()
+        else:
+            step(t + 1)
+        if (t + 1) % LOOK == 0 or t + 1 == T:
+            living = alive.view(B, -1)  # (B, G)
+            groups, width = living.any(1), int(living.sum(1).max())
+            if width == 0:
+                break
+            if int(groups.sum()) * width <= 0.75 * len(rows):  # leave only groups and rows that go on, rectangular
+                order = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
+                keep = (groups.nonzero() * living.shape[1] + order).flatten()
+                prompt, B, replay = prompt.select(groups), len(order), None
+                cache.keys, cache.values = cache.keys[:, keep], cache.values[:, keep]
+                rows, current, alive = rows[keep], current[keep], alive[keep]
+
+    ended = tokens == eos
+    mask = ended.cumsum(1) - ended.long() == 0  # up to the first end token
+    T = int(mask.any(0).sum())
+    tokens, mask, logprobs = tokens[:, :T].masked_fill(~mask[:, :T], max(eos, 0)), mask[:, :T], logprobs[:, :T]
+    return Rollout(tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
+
+
+def capture(step, span, generator):
+    """One decoding step as a CUDA graph: its hundred kernels are launched as one."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        step(span)
+    return graph.replay

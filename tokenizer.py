@@ -1,0 +1,151 @@
+"""Byte-level BPE for GPT-2's family: the tokenizer files of a Hugging Face folder, run by tiktoken."""
+
+import json
+from pathlib import Path
+
+import tiktoken
+
+
+class LoadError(ValueError):
+    """A model folder cannot be used; the message is one sentence that says why and what to do."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "merges.txt")
+# How GPT-2 splits text before any merge (Radford et al., 2019).
+GPT2_PATTERN = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def read_json(path):
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{path.parent}: there is no {path.name}; a model is a folder as transformers saves it.")
+    except (ValueError, OSError, RecursionError) as error:
+        raise LoadError(f"{path}: not readable as JSON ({error}).")
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: a JSON object is expected.")
+    return content
+
+
+def has_tokenizer(folder):
+    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
+
+
+def byte_names():
+    """GPT-2's printable character for each byte: itself where it is visible, else the next free one above 255."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in visible]
+    return {**{b: chr(b) for b in visible}, **{b: chr(256 + i) for i, b in enumerate(hidden)}}
+
+
+class Tokenizer:
+    """Byte-level BPE: text to ids and back. `eos` is the id of <|endoftext|>; text never encodes to it by accident."""
+
+    def __init__(self, ranks, eos, files=None, pattern=GPT2_PATTERN):
+        self.eos = eos
+        self.vocab_size = max(eos, *ranks.values()) + 1
+        self.bpe = tiktoken.Encoding(
+            "nanorook", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": eos}
+        )
+        self.files = files or tokenizer_files(ranks, eos)  # name -> bytes, kept to be saved as they came
+
+    @classmethod
+    def load(cls, folder):
+        """From a folder's tokenizer.json, or vocab.json and merges.txt; without any it is taken for GPT-2's own."""
+        folder = Path(folder)
+        if not has_tokenizer(folder):
+            return cls.gpt2()
+        pattern, file = GPT2_PATTERN, folder / "tokenizer.json"
+        try:
+            if file.exists():
+                content = read_json(file)
+                split = content["pre_tokenizer"] or {}
+                if content["model"]["type"] != "BPE" or split.get("type") != "ByteLevel" or content.get("normalizer"):
+                    raise LoadError(f"{file}: only GPT-2's kind is read, a byte-level BPE without normalizer.")
+                if split.get("add_prefix_space"):
+                    raise LoadError(f"{file}: add_prefix_space is on, but a prompt has to encode to what it says.")
+                if not split.get("use_regex", True):
+                    pattern = r"[\s\S]+"
+                vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+                vocab = {**vocab, **{t["content"]: t["id"] for t in content.get("added_tokens") or []}}
+            else:
+                vocab, file = read_json(folder / "vocab.json"), folder / "merges.txt"
+                lines = file.read_text(encoding="utf-8").splitlines()
+                merges = [line for line in lines if line and not line.startswith("#version")]
+            merges = [m.split(" ") if isinstance(m, str) else m for m in merges]
+            ids = [vocab[a + b] for a, b in merges]
+            byte = {name: b for b, name in byte_names().items()}
+            ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *(a + b for a, b in merges)}}
+            eos = vocab["<|endoftext|>"]
+        except LoadError:
+            raise
+        except FileNotFoundError:
+            raise LoadError(f"{folder}: vocab.json needs its merges.txt beside it.")
+        except KeyError as error:
+            raise LoadError(f"{file}: this is no byte-level BPE with an <|endoftext|> token ({error} is missing).")
+        except (TypeError, ValueError, AttributeError, OSError) as error:
+            raise LoadError(f"{file}: not readable as a tokenizer ({error}).")
+        known = [eos, *ranks.values()]
+        if not all(type(i) is int and 0 <= i < 2**31 for i in known) or len(set(known)) < len(known):
+            raise LoadError(f"{file}: every token, <|endoftext|> included, needs a whole number of its own as id.")
+        if any(a >= b for a, b in zip(ids, ids[1:])):
+            raise LoadError(f"{file}: the ids do not follow the order of the merges, which tiktoken relies on.")
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
+        return cls(ranks, eos, files, pattern)
+
+    @classmethod
+    def of_bytes(cls):
+        """No merges: a token is a byte, and 256 ends a text."""
+        return cls({bytes([b]): b for b in range(256)}, 256)
+
+    @classmethod
+    def gpt2(cls):
+        try:
+            gpt2 = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken fetches it once; what it raises depends on the network
+            raise LoadError(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
+        return cls(gpt2._mergeable_ranks, gpt2.eot_token)
+
+    def encode(self, text):
+        return self.bpe.encode_ordinary(text)
+
+    def decode(self, ids):
+        """The text up to the end token; bytes that are no UTF-8 become U+FFFD."""
+        ids = list(ids)
+        return self.bpe.decode(ids[: ids.index(self.eos)] if self.eos in ids else ids)
+
+
+def tokenizer_files(ranks, eos):
+    """tokenizer.json and tokenizer_config.json, as transformers reads them, for a tokenizer that came without files."""
+    names = byte_names()
+    vocab = {"".join(names[b] for b in token): i for token, i in sorted(ranks.items(), key=lambda item: item[1])}
+    merges = []
+    for token, rank in ranks.items():
+        if len(token) > 1:  # the two parts that the merges before this one leave of it
+            parts = [token[i : i + 1] for i in range(len(token))]
+            while len(parts) > 2:
+                pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+                i = pairs.index(min(pairs))
+                parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            merges.append((rank, ["".join(names[b] for b in part) for part in parts]))
+    end = {"id": eos, "content": "<|endoftext|>", "special": True, "normalized": False}
+    end |= {"single_word": False, "lstrip": False, "rstrip": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {**vocab, "<|endoftext|>": eos}, "merges": [m for _, m in sorted(merges)]},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= {name: "<|endoftext|>" for name in ("bos_token", "eos_token", "unk_token")}
+    return {
+        "tokenizer.json": json.dumps(content, ensure_ascii=False, indent=1).encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
+    }

@@ -1,0 +1,355 @@
+"""Stockfish labels for positions: up to five best moves of each, with their evaluations.
+
+The positions come from Stockfish's own varied games, or from files (--from). The work is cut into numbered units (a
+game, or a piece of the input), and a unit depends on nothing but the settings and its number. So the result is the
+same with any number of workers, and a run that was killed goes on where it was.
+"""
+
+import argparse
+import collections
+import gzip
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import chess
+from tqdm import tqdm
+
+import data
+import tasks
+
+CANDIDATES = 5
+MATE = 100000  # mate in n is worth ±(MATE - n) centipawns
+CHUNK = 16  # positions of the input in a unit
+
+# Self-play. A game is driven by cheap searches; variety comes from its random opening, its temperature and its share of
+# random moves. Neighbours in a game are much alike, so only one position in eight is kept.
+DRIVE_NODES = 300
+OPENING = 20  # half-moves at most; short ones are commoner, for a long one leaves few games even
+TEMPERATURES = 10, 20, 40, 80, 160  # centipawns
+RANDOM_MOVES = 0, 0.02, 0.1
+KEPT = 1 / 8
+
+
+class EngineError(Exception):
+    """The message says what the engine did."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stockfish
+
+
+def find_stockfish():
+    path = os.environ.get("STOCKFISH_PATH")
+    if path and not shutil.which(path):
+        sys.exit(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
+    path = path or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
+    if not path:
+        sys.exit("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program.")
+    return path
+
+
+class Engine:
+    """A Stockfish process. One thread and a fixed number of nodes: the same question has the same answer."""
+
+    SILENCE = 60  # seconds after which the engine counts as stuck
+
+    def __init__(self, path):
+        pipe = subprocess.PIPE
+        try:
+            self.process = subprocess.Popen([path], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+        except OSError as error:
+            raise EngineError(f"cannot be started ({error.strerror})") from None
+        self.unread = b""
+        self.send("uci")
+        names = [line[8:] for line in self.answer("uciok") if line.startswith("id name ")]
+        self.name = names[0] if names else "unknown"
+        options = "Threads value 1", "Hash value 16", f"MultiPV value {CANDIDATES}"
+        self.send(*(f"setoption name {option}" for option in options))
+
+    def send(self, *commands):
+        try:
+            self.process.stdin.write("".join(f"{command}\n" for command in commands).encode())
+        except OSError:
+            raise EngineError("died") from None
+
+    def answer(self, last):
+        """Yields the engine's lines up to the one that begins with `last`."""
+        line = ""
+        while not line.startswith(last):
+            while b"\n" not in self.unread:
+                if not select.select([self.process.stdout], [], [], self.SILENCE)[0]:
+                    raise EngineError(f"said nothing for {self.SILENCE} seconds")
+                read = os.read(self.process.stdout.fileno(), 1 << 16)
+                if not read:
+                    raise EngineError("died")
+                self.unread += read
+            line, self.unread = self.unread.split(b"\n", 1)
+            line = line.decode("utf-8", "replace").strip()
+            yield line
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
+
+    def search(self, board, nodes):
+        """The best moves as ((uci, centipawns), ...), best first, from the side to move's view.
+
+        They are those of the last depth that was finished for all of them. When the nodes run out in the middle of a
+        depth, the engine reports some moves at this depth and the others at the one before; such evaluations cannot be
+        compared, and the first move is then often not the one with the highest.
+        """
+        legal = {move.uci() for move in board.legal_moves}
+        count = min(CANDIDATES, len(legal))
+        self.send(f"position fen {board.fen()}", f"go nodes {nodes}")
+        report, finished = [], []
+        for match in filter(None, map(self.INFO.match, self.answer("bestmove"))):
+            depth, rank, unit, score, bound, move = match.groups()
+            if rank == "1":
+                report = []
+            score = int(score)
+            score = score if unit == "cp" else MATE - score if score > 0 else -MATE - score
+            report.append((depth, bound, move, score))
+            if len(report) == count and not bound and len({line[:2] for line in report}) == 1:
+                finished = report
+        if not finished and report and nodes < 10**6:  # too few nodes for even the first depth
+            return self.search(board, 2 * nodes)
+        moves = tuple(line[2:] for line in finished)
+        if len(legal.intersection(uci for uci, _ in moves)) != count:
+            raise EngineError(f"gave no legal moves for {board.fen()}")
+        return tuple(sorted(moves, key=lambda move: -move[1]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Units of work
+
+
+def play(engine, rng):
+    """The positions of one game, without labels."""
+    opening = int(rng.random() ** 2 * (OPENING + 1))
+    temperature, share = rng.choice(TEMPERATURES), rng.choice(RANDOM_MOVES)
+    board, history = chess.Board(), []
+    engine.send("ucinewgame")
+    while not board.is_game_over() and not board.is_repetition(3):
+        yield tasks.Position(board.fen(), tuple(history[-10:]), ())
+        if len(history) < opening or rng.random() < share:
+            move = rng.choice([move.uci() for move in board.legal_moves])
+        else:
+            moves = engine.search(board, DRIVE_NODES)
+            weights = [math.exp((score - moves[0][1]) / temperature) for _, score in moves]
+            move = rng.choices(moves, weights)[0][0]
+        board.push_uci(move)
+        history.append(move)
+
+
+def label(engine, positions, nodes):
+    """The positions with their moves; those of finished games are left out."""
+    labelled = []
+    for position in positions:
+        board = chess.Board(position.fen)
+        if any(board.legal_moves):
+            engine.send("ucinewgame")  # empties the hash table: a label depends on its position alone
+            labelled.append(position._replace(moves=engine.search(board, nodes)))
+    return labelled
+
+
+engine = None  # this worker's Stockfish
+
+
+def start_worker():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers too: they go without a traceback
+    # A parent that was killed cannot stop its workers, so they watch it.
+    watch = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (watch.join(), os._exit(1)), daemon=True).start()
+
+
+def work(path, unit, nodes):
+    """Labels one unit: a game's name, from which it is played, or positions. A failing engine gets a second try."""
+    global engine
+    for last_try in False, True:
+        try:
+            engine = engine or Engine(path)
+            if isinstance(unit, list):
+                return label(engine, unit, nodes)
+            rng = random.Random(unit)
+            return label(engine, [position for position in play(engine, rng) if rng.random() < KEPT], nodes)
+        except EngineError as error:
+            if engine:
+                engine.close()
+                engine = None
+            if last_try:
+                raise EngineError(f"{error}, and again after a restart") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The partial file: a line of settings, then each unit's positions and a line that ends the unit
+
+
+def resume(partial, header):
+    """(lines, number of units) of an earlier run. A unit that was only half written when it was killed is cut off."""
+    with open(partial, "a+b") as file:
+        file.seek(0)
+        text = file.read()
+        if header.startswith(text):  # new, or killed while writing its first line
+            file.truncate(0)
+            file.write(header)
+            return [], 0
+        if not text.startswith(header):
+            sys.exit(f"{partial} was begun with other settings or input: use those, or delete it to start again.")
+        lines, unit, units, end = [], [], 0, len(header)
+        for line in text[end:].splitlines(keepends=True):
+            unit.append(line)
+            if line == b"# unit %d\n" % units:
+                lines += unit[:-1]
+                end += sum(map(len, unit))
+                unit = []
+                units += 1
+        file.truncate(end)
+    print(f"Going on with {partial}: {len(lines)} positions are done.")
+    return [line.decode() for line in lines], units
+
+
+def finish(out, lines):
+    """Writes the positions at once; the bytes depend on nothing else (a gzip file's time is left at 0)."""
+    text = "".join(lines).encode()
+    with open(f"{out}.tmp", "wb") as file:
+        if out.endswith(".gz"):
+            with gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:
+                zipped.write(text)
+        else:
+            file.write(text)
+    os.replace(f"{out}.tmp", out)
+
+
+def describe(name):
+    """Prints what a file of labelled positions consists of."""
+    counts, positions = collections.Counter(), data.load(name)
+    for position in positions:
+        board = chess.Board(position.fen)
+        uci, score = position.moves[0]
+        best = chess.Move.from_uci(uci)
+        pieces = (board.occupied & ~board.pawns & ~board.kings).bit_count()
+        counts.update({
+            "held out": tasks.held_out(position.fen),
+            "White to move": board.turn,
+            "Black to move": not board.turn,
+            "many pieces (more than 10 besides kings and pawns)": pieces > 10,
+            "fewer (7 to 10)": 7 <= pieces <= 10,
+            "few (at most 6)": pieces <= 6,
+            "in check": board.is_check(),
+            "fewer than five legal moves": len(position.moves) < CANDIDATES,
+            "about equal (within a pawn)": abs(score) <= 100,
+            "mate in one": score == MATE - 1,
+            "mate in two to five": MATE - 5 <= score < MATE - 1,
+            "mated in five or sooner": score <= 5 - MATE,
+            "best move: capture": board.is_capture(best),
+            "best move: check": board.gives_check(best),
+            "best move: castling": board.is_castling(best),
+            "best move: promotion": best.promotion is not None,
+            "best move: en passant": board.is_en_passant(best),
+            "a legal move castles": any(map(board.is_castling, board.legal_moves)),
+            "a legal move promotes": any(move.promotion for move in board.legal_moves),
+            "a legal move takes en passant": board.has_legal_en_passant(),
+        })  # fmt: skip
+    print(f"| {name} | {len(positions)} | |\n| --- | ---: | ---: |")
+    for what, count in counts.items():
+        print(f"| {what} | {count:d} | {100 * count / len(positions):.1f} % |")
+
+
+def run(args):
+    out, partial, path = args.out, f"{args.out}.partial", find_stockfish()
+    if os.path.exists(out) and not os.path.exists(partial):
+        sys.exit(f"{out} is there already: delete it to make it again.")
+    probe = Engine(path)
+    probe.close()
+    settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
+    if args.source:
+        given = [position for name in args.source for position in data.load(name)]
+        settings["from"] = zlib.crc32(repr(given).encode())
+        wanted = min(args.positions or len(given), len(given))
+        every_unit = (given[at : at + CHUNK] for at in range(0, len(given), CHUNK))
+    else:
+        wanted = args.positions or 22000
+        every_unit = (f"{args.seed}/{number}" for number in itertools.count())
+
+    lines, done = resume(partial, (json.dumps(settings) + "\n").encode())
+    boards = {tasks.board_key(line.split(";")[0]) for line in lines}
+    units, ahead = itertools.islice(every_unit, done, None), collections.deque()
+    pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
+    bar = tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05)
+    try:
+        with open(partial, "ab") as file:
+            while len(lines) < wanted:
+                for unit in itertools.islice(units, 4 * args.workers - len(ahead)):
+                    ahead.append(pool.submit(work, path, unit, args.nodes))
+                if not ahead:
+                    break
+                new = []
+                for position in ahead.popleft().result():  # in the order of the units, whoever is done first
+                    key = tasks.board_key(position.fen)
+                    if key not in boards and len(lines) + len(new) < wanted:
+                        boards.add(key)
+                        new.append(data.write_position(position) + "\n")
+                file.write("".join([*new, f"# unit {done}\n"]).encode())
+                file.flush()
+                done += 1
+                lines += new
+                bar.update(len(new))
+    finally:
+        bar.close()
+        pool.shutdown(cancel_futures=True)
+    finish(out, lines)
+    os.remove(partial)
+    left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" if len(lines) < wanted else ""
+    print(f"{out}: {len(lines)} positions{left_out}, {os.path.getsize(out) / 1e6:.2f} MB.")
+
+
+def main():
+    def number(text):
+        if int(text) < 1:
+            raise ValueError
+        return int(text)
+
+    parser = argparse.ArgumentParser(prog="python -m tools.label", description="Label positions with Stockfish.")
+    parser.add_argument("out", metavar="OUT", help="the file to make; gzipped if its name ends in .gz")
+    parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
+    parser.add_argument("--positions", type=number, help="how many (default: 22000 from self-play, all from files)")
+    parser.add_argument("--nodes", type=number, default=6000, help="of a search (default: 6000)")
+    parser.add_argument("--seed", type=int, default=0, help="of self-play (default: 0)")
+    parser.add_argument("--workers", type=number, default=os.cpu_count(), help="processes (default: one for each core)")
+    parser.add_argument("--describe", action="store_true", help="only print what the finished OUT consists of")
+    args = parser.parse_args()
+    again = f"the same command goes on from {args.out}.partial"
+    try:
+        describe(args.out) if args.describe else run(args)
+    except KeyboardInterrupt:
+        sys.exit(f"Stopped; {again}.")
+    except BrokenProcessPool:
+        sys.exit(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
+    except EngineError as error:
+        sys.exit(f"Stockfish ({find_stockfish()}) {error}.")
+    except data.DataError as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"{args.out} cannot be written: {error.strerror}.")
+
+
+if __name__ == "__main__":
+    main()

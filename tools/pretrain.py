@@ -1,0 +1,280 @@
+"""Supervised training: from labelled positions to a model that speaks both tasks (made weights/tiny).
+
+A third task, all legal moves of a position, needs no labels and teaches the rules much faster than five candidates do;
+it starts as most of the mix and fades. Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW.
+A batch is a pure function of the seed and the step, so a killed run resumes with the batches it would have seen.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections import deque
+from itertools import count
+from pathlib import Path
+
+import chess
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import data
+import tasks
+from model import GPT, GPTConfig, fastest_dtype
+from tokenizer import LoadError, Tokenizer
+from tools.evaluate import skill
+
+BUCKET = 32  # sequences are padded to a multiple of this, so that compiled code meets few shapes
+
+
+def arguments():
+    p = argparse.ArgumentParser("python -m tools.pretrain", description=__doc__.split("\n")[0])
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p.add_argument("out", help="the model folder to write; run the same command again to resume")
+    p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as data.py reads them")
+    p.add_argument("--init", help="start from this model instead of random weights")
+    p.add_argument("--tokenizer", default="bytes", help="'bytes', 'gpt2', or a folder with tokenizer files")
+    p.add_argument("--format", default="expanded", choices=["expanded", "rookworld"], help="how chess is written")
+    p.add_argument("--layers", type=int, default=6, help="12 for GPT-2 124M")
+    p.add_argument("--width", type=int, default=256, help="768 for GPT-2 124M")
+    p.add_argument("--heads", type=int, default=8, help="12 for GPT-2 124M")
+    p.add_argument("--positions", type=int, default=384, help="the longest text; 1024 for GPT-2 124M")
+    p.add_argument("--steps", type=int, help="how long to train, in steps")
+    p.add_argument("--minutes", type=float, help="how long to train, in minutes; the schedule follows the clock")
+    p.add_argument("--rows", type=int, default=30, help="texts in a step")
+    p.add_argument("--lr-matrix", type=float, default=0.02, help="Muon's learning rate")
+    p.add_argument("--lr", type=float, default=0.002, help="AdamW's learning rate")
+    p.add_argument("--eval-every", type=int, default=250, help="steps between saves with a line of skill")
+    p.add_argument("--eval-positions", type=int, default=64, help="held-out positions for that line")
+    p.add_argument("--workers", type=int, default=0, help="processes that make batches; 0 makes them in this one")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    a = p.parse_args()
+    if (a.steps is None) == (a.minutes is None):
+        p.error("say how long to train, with either --steps or --minutes.")
+    return a
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Texts
+
+
+def policy_text(position, rng, chess_format):
+    moves = rng.sample(position.moves, len(position.moves))
+    prompt = tasks.policy_prompt(position.fen, chess_format)
+    return prompt, tasks.policy_completion(position.fen, moves, chess_format)
+
+
+def environment_text(position, rng, chess_format):
+    sample = tasks.environment_sample(position, rng, chess_format)
+    return sample.prompt, tasks.environment_completion(*sample.labels, chess_format)
+
+
+def legal_text(position, rng, chess_format):
+    moves = [m.uci() for m in chess.Board(position.fen).legal_moves]
+    prompt = tasks.write_prompt("L: ", tasks.write_fen(position.fen, chess_format), chess_format)
+    return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # so many that the text fits into 192 bytes
+
+
+def make_batch(step, progress):
+    """One step's tokens: for each task inputs and targets (R, S); targets are -1 outside the completions."""
+    rng = random.Random(f"{args.seed}/{step}")
+    environment = args.rows // 5
+    legal = round((args.rows - environment) * (0.85 - 0.7 * min(1, progress / 0.7)))
+    batch = []
+    for task, rows in (
+        (policy_text, args.rows - environment - legal),
+        (environment_text, environment),
+        (legal_text, legal),
+    ):
+        texts = []
+        while len(texts) < rows:
+            position = rng.choice(positions)
+            if task is policy_text and not position.moves:
+                continue
+            texts.append(task(tasks.mirror(position) if rng.random() < 0.5 else position, rng, config.chess_format))
+        batch.append(tokenize(texts))
+    return batch
+
+
+def tokenize(texts):
+    prompts = [tokenizer.encode(prompt) for prompt, _ in texts]
+    completions = [tokenizer.encode(completion) + [tokenizer.eos] for _, completion in texts]
+    longest = max(len(p) + len(c) for p, c in zip(prompts, completions)) - 1
+    S = min(config.n_positions, -(-longest // BUCKET) * BUCKET)
+    inputs, targets = torch.zeros(len(texts), S, dtype=torch.long), torch.full((len(texts), S), -1)
+    for i, (p, c) in enumerate(zip(prompts, completions)):
+        ids = (p + c)[: S + 1]
+        inputs[i, : len(ids) - 1] = torch.tensor(ids[:-1])
+        targets[i, len(p) - 1 : len(ids) - 1] = torch.tensor(ids[len(p) :])
+    return inputs, targets
+
+
+def batches(pool, first, progress):
+    """The batches from step `first` on, made ahead by the pool's processes where there is one."""
+    pending = deque()
+    for step in count(first):
+        if pool is None:
+            yield make_batch(step, progress())
+        else:
+            pending.append(pool.apply_async(make_batch, (step, progress())))
+            if len(pending) > 4 * args.workers:
+                yield pending.popleft().get()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def start():
+    """The model to train: random, or that of --init."""
+    if args.init:
+        return GPT.load(args.init)
+    named = {"bytes": Tokenizer.of_bytes, "gpt2": Tokenizer.gpt2}
+    tokenizer = named[args.tokenizer]() if args.tokenizer in named else Tokenizer.load(args.tokenizer)
+    model = GPT(
+        GPTConfig(
+            vocab_size=tokenizer.vocab_size,
+            n_positions=args.positions,
+            n_embd=args.width,
+            n_layer=args.layers,
+            n_head=args.heads,
+            eos_token_id=tokenizer.eos,
+            chess_format=args.format,
+        )
+    )
+    model.tokenizer = tokenizer
+    return model
+
+
+def make_optimizers(model):
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    if not hasattr(torch.optim, "Muon"):  # torch before 2.9
+        return [torch.optim.AdamW(matrices + others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0)]
+    return [
+        torch.optim.Muon(matrices, lr=args.lr_matrix, weight_decay=0),
+        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0),
+    ]
+
+
+def main():
+    global args, config, tokenizer, positions  # read by make_batch, in the pool's processes too
+    args = arguments()
+    torch.manual_seed(args.seed)
+    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
+    model = start()
+    config, tokenizer = model.config, model.tokenizer
+    positions, held_out = data.split([p for source in args.data for p in data.load(source)])
+    if not positions:
+        sys.exit("error: the data has no position to train on.")
+    rng = random.Random(0)
+    tests = rng.sample([p for p in held_out if p.moves], min(args.eval_positions, len(held_out)))
+    tests = [tasks.policy_sample(p, config.chess_format) for p in tests] + [
+        tasks.environment_sample(p, rng, config.chess_format) for p in tests
+    ]
+    pool = multiprocessing.get_context("fork").Pool(args.workers, ignore_sigint) if args.workers else None
+
+    model.to(args.device)
+    optimizers = make_optimizers(model)
+    dtype = fastest_dtype(args.device)
+
+    def autocast():
+        return torch.autocast(args.device, dtype, enabled=dtype != torch.float32)
+
+    trunk = torch.compile(model.trunk) if args.device == "cuda" else model.trunk
+    out = Path(args.out)
+    state_file = out / "trainer.pt"
+    step, elapsed = 0, 0.0
+    if state_file.exists():
+        state = torch.load(state_file, map_location=args.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        step, elapsed = state["step"], state["elapsed"]
+        tqdm.write(f"resumed {out} at step {step}, after {elapsed / 60:.0f} minutes of training")
+
+    def progress():
+        return step / args.steps if args.steps else elapsed / 60 / args.minutes
+
+    def save():
+        model.save(out)
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+        torch.save({**state, "step": step, "elapsed": elapsed}, out / "trainer.pt.tmp")
+        os.replace(out / "trainer.pt.tmp", state_file)
+
+    stop = []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, frame: stop.append(number))
+    total = args.steps if args.steps else round(args.minutes * 60)
+    bar = tqdm(total=total, initial=round(progress() * total), unit="step" if args.steps else "s", smoothing=0.05)
+    last = time.time()
+    for batch in batches(pool, step, progress):
+        if progress() >= 1 or stop:
+            break
+        decay = min(1, (step + 1) / 100) * min(1, (1 - progress()) / 0.45)  # warm up, hold, then down to zero
+        for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr) if len(optimizers) == 2 else (args.lr,)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * decay
+        targets_in_step = sum(int((targets >= 0).sum()) for _, targets in batch)
+        losses = []
+        for inputs, targets in batch:
+            inputs, targets = inputs.to(args.device), targets.to(args.device)
+            kept = targets >= 0
+            with autocast():
+                logits = model.head(trunk(inputs)[0][kept])  # no logits where no loss is
+            loss = F.cross_entropy(logits.float(), targets[kept], reduction="sum")
+            (loss / targets_in_step).backward()
+            losses.append(loss.detach() / kept.sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        step += 1
+        now = time.time()
+        elapsed, last = elapsed + now - last, now
+        bar.n = round(progress() * total)
+        if step % 10 == 0:
+            names = ("policy", "environment", "legal")
+            bar.set_postfix({n: f"{loss.item():.3f}" for n, loss in zip(names, losses)}, refresh=False)
+        bar.update(0)
+        if step % args.eval_every == 0:
+            save()
+            report(model, tests, autocast, out, step, elapsed)
+            last = time.time()  # skill is not training time
+    bar.close()
+    save()
+    if stop:
+        sys.exit(f"stopped at step {step}; the same command goes on from there.")
+    report(model, tests, autocast, out, step, elapsed)
+
+
+def report(model, tests, autocast, out, step, elapsed):
+    """One line of held-out skill, on the screen and in skill.jsonl."""
+    with autocast():
+        values = {name: round(mean, 4) for name, (mean, _) in skill(model, tests).items()}
+    shown = (
+        "policy structure T=1",
+        "policy legal T=0",
+        "policy legal T=1",
+        "policy best T=0",
+        "environment next_state T=0",
+    )
+    tqdm.write(f"step {step}  " + "  ".join(f"{name} {values[name]:.1%}" for name in shown if name in values))
+    with open(out / "skill.jsonl", "a") as log:
+        log.write(json.dumps({"step": step, "seconds": round(elapsed), **values}) + "\n")
+
+
+def ignore_sigint():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (LoadError, data.DataError) as error:
+        sys.exit(f"error: {error}")
