@@ -21,7 +21,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def advantages(rewards, group_size, scale="none"):
-    """Rewards (N,) against the mean of their group -> advantages (N,), share of groups without any variance.
+    """Rewards (N,) against the mean of their group -> advantages (N,).
 
     scale="group" also divides by the standard deviation of the group (Shao et al., 2024, DeepSeekMath); "none" does
     not, as that favours prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO); "batch"
@@ -33,9 +33,14 @@ def advantages(rewards, group_size, scale="none"):
         result = result / (groups.std(1, keepdim=True) + 1e-4)
     elif scale == "batch":
         result = result / (rewards.std() + 1e-4)
-    # Equal rewards teach nothing, but the rounding of their mean would, once divided by a deviation of nearly zero.
-    flat = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= 1e-6
-    return result.masked_fill(flat, 0).flatten(), flat.float().mean()
+    return result.masked_fill(zero_variance(rewards, group_size)[:, None], 0).flatten()
+
+
+def zero_variance(rewards, group_size):
+    """Groups (B,) whose rewards are all equal: they teach nothing, and must not, yet rounding of their mean would, once
+    divided by a deviation of nearly zero. The share of them is what logs call frac_zero_std."""
+    groups = rewards.view(-1, group_size)
+    return groups.amax(1) - groups.amin(1) <= 1e-6
 
 
 # ---------------------------------------------------------------------------------------------------------------------

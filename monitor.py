@@ -1,6 +1,7 @@
 """What a run says of itself: its state with what to do about it, the progress line, sample completions."""
 
 import sys
+from pathlib import Path
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -48,3 +49,20 @@ def show(samples):
     for prompt, text, g in (ordered[0], ordered[-1]):
         paid = " ".join(f"{n.removeprefix('earned/')} {v:.2f}" for n, v in g.parts.items() if "earned" in n and v)
         print(f"  {prompt.strip()}\n  -> {text.strip()}\n     {g.reward:.3f} = {paid}")
+
+
+def reporter(kind, name, folder, settings):
+    """A function of (metrics, step) that also logs to wandb or tensorboard, whichever is asked for."""
+    try:
+        if kind == "wandb":
+            import wandb
+
+            return wandb.init(project="nanorook", name=name or None, dir=folder, config=settings).log
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(Path(folder, "tensorboard", name))
+            return lambda metrics, step: [writer.add_scalar(key, value, step) for key, value in metrics.items()]
+    except ImportError:
+        sys.exit(f"error: REPORT_TO={kind} needs a package that is not there: pip install {kind}.")
+    return lambda metrics, step: None

@@ -24,12 +24,12 @@ import data
 import grpo
 import tasks
 from model import GPT, fastest_dtype
-from monitor import diagnose, progress_line, show
+from monitor import diagnose, progress_line, reporter, show
 from rollout import distribution, pad_prompts
 from settings import finish, setting, values
 from tokenizer import LoadError
 from tools.curves import plot
-from tools.evaluate import mean_parts, sample_and_grade, skill, table
+from tools.evaluate import ask, mean_parts, sample_and_grade, skill, table
 
 # fmt: off
 MODEL                   = setting("MODEL", "weights/tiny", "the model to train: a Hugging Face folder or a hub id")
@@ -157,7 +157,7 @@ def forward(model, batch):
 def update(model, reference, optimizer, batches, kl_coef):
     """EPOCHS updates from one step's batches; metrics, with `skipped` where an update was not made."""
     rewards = gather(torch.cat([batch.rewards for batch in batches]))
-    advantages, frac_zero_std = grpo.advantages(rewards, GROUP_SIZE, SCALE_REWARDS)
+    advantages = grpo.advantages(rewards, GROUP_SIZE, SCALE_REWARDS)
     advantages = advantages.view(WORLD, -1)[RANK].split([len(batch.rewards) for batch in batches])
     parts = [part for pair in zip(batches, advantages) for part in microbatches(*pair)]
     most = max(MAX_NEW_TOKENS, MAX_NEW_TOKENS_ENV)
@@ -208,7 +208,7 @@ def update(model, reference, optimizer, batches, kl_coef):
         "loss": sum(losses) / EPOCHS,
         "grad_norm": max(norms, key=lambda norm: (math.isnan(norm), norm)),
         "skipped": skipped,
-        "frac_zero_std": frac_zero_std.item(),
+        "frac_zero_std": grpo.zero_variance(rewards, GROUP_SIZE).float().mean().item(),
         "reward": rewards.mean().item(),
         "reward_std": rewards.std().item(),
         "entropy": sums["entropy"] / sums["tokens"],
@@ -339,17 +339,14 @@ def main():
         model.trunk = torch.compile(model.trunk, dynamic=True)
 
     positions, held_out = data.split(data.load(DATA))
-    rng = random.Random(0)
     chess_format = model.config.chess_format
-    tests = rng.sample(held_out, min(EVAL_POSITIONS, len(held_out)))
-    tests = [tasks.policy_sample(p, chess_format) for p in tests if p.moves] + [
-        tasks.environment_sample(p, rng, chess_format) for p in tests
-    ]
+    tests = ask(held_out, EVAL_POSITIONS, chess_format)
     out = Path(OUT_DIR)
     if RANK == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "settings.json").write_text(json.dumps(values(), indent=2))
     log = open(out / "metrics.jsonl", "w") if RANK == 0 else None
+    report = reporter(REPORT_TO if RANK == 0 else "none", RUN_NAME, OUT_DIR, values())
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{MODEL}: {parameters / 1e6:.1f}M parameters, {chess_format} format, {len(positions)} positions to train on, "
         f"{DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
@@ -405,6 +402,7 @@ def main():
         if RANK == 0:
             log.write(json.dumps(metrics) + "\n")
             log.flush()
+            report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step + 1)
             print(progress_line(metrics, STEPS, (time.time() - started) / (step + 1) * (STEPS - step - 1)), flush=True)
 
         # The way back: after updates that could not be made, or too far from the reference

@@ -60,6 +60,15 @@ def test_killed_and_resumed_equals_never_killed(few_positions, tmp_path):
     torch.testing.assert_close(hf(tokens).logits, GPT.load(tmp_path / "whole")(tokens), atol=1e-4, rtol=0)
 
 
+def test_a_state_of_another_model_is_refused(few_positions, tmp_path):
+    (tmp_path / "m").mkdir()
+    for state in {"model": {}, "optimizers": []}, {"something": 1}:
+        torch.save(state, tmp_path / "m" / "trainer.pt")
+        result = run(tmp_path / "m", "--data", few_positions, "--steps", "1")
+        assert result.returncode == 1 and "Traceback" not in result.stderr
+        assert "trainer.pt is damaged or of another model" in result.stderr
+
+
 def test_asked_to_stop_it_saves_and_says_so(few_positions, tmp_path):
     with open(tmp_path / "stderr", "w") as stderr:
         arguments = "--data", few_positions, "--minutes", "5", "--eval-every", "1000"
@@ -113,10 +122,12 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(few_positions, tmp_path):
         (("--steps", "1", "--data", "nowhere.txt"), "nowhere.txt"),
         (("--steps", "1", "--init", "nowhere"), "nowhere"),
         (("--steps", "1", "--tokenizer", "nowhere"), "nowhere"),
+        (("--steps", "1", "--data", "unlabelled"), "no labelled position"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path, arguments, said):
-    result = run(tmp_path / "m", *arguments)
+    (tmp_path / "fens.txt").write_text("4k3/8/8/8/8/8/8/4K2R w K - 0 1\n4k3/8/8/8/8/8/8/R3K3 w Q - 0 1")
+    result = run(tmp_path / "m", *(tmp_path / "fens.txt" if a == "unlabelled" else a for a in arguments))
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert said in result.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "m").exists()

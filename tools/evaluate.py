@@ -1,11 +1,20 @@
 """Chess skill: what a model's completions are worth on positions it has never been trained on."""
 
+import argparse
+import json
 import math
+import random
+import sys
+from pathlib import Path
 
 import torch
 
+import data
+import tasks
+from model import GPT, fastest_dtype
 from rewards import grade
 from rollout import generate
+from tokenizer import LoadError
 
 CHUNK = 512  # rows that are sampled at once
 
@@ -71,3 +80,42 @@ def table(columns):
         cells = ["{:.3f} ± {:.3f}".format(*values[name]) for values in columns.values()]
         lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)
+
+
+def ask(positions, limit, chess_format):
+    """Samples of both tasks from some of the positions, the same ones every time."""
+    rng = random.Random(0)
+    chosen = rng.sample(positions, min(limit, len(positions)))
+    policy = [tasks.policy_sample(p, chess_format) for p in chosen if p.moves]
+    return policy + [tasks.environment_sample(p, rng, chess_format) for p in chosen]
+
+
+def main():
+    p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__)
+    p.add_argument("model", nargs="+", help="model folders or hub ids, a column each")
+    p.add_argument("--data", default="builtin", help="positions, as data.py reads them; the held-out ones are used")
+    p.add_argument("--limit", type=int, help="how many of them; all by default")
+    p.add_argument("--temperature", type=float, default=1.0, help="of the sampled rows; the others are greedy")
+    p.add_argument("--json", help="also write the figures to this file")
+    a = p.parse_args()
+    torch.set_flush_denormal(True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, columns = fastest_dtype(device), {}
+    held_out = data.split(data.load(a.data))[1]
+    if not held_out:
+        sys.exit(f"error: {a.data} has no held-out position; give more positions.")
+    for name in a.model:
+        model = GPT.load(name).to(device)
+        samples = ask(held_out, a.limit or len(held_out), model.config.chess_format)
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            columns[Path(name).name] = skill(model, samples, (0.0, a.temperature))
+    print(table(columns))
+    if a.json:
+        Path(a.json).write_text(json.dumps(columns, indent=2))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (LoadError, data.DataError) as error:
+        sys.exit(f"error: {error}")

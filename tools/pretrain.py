@@ -9,6 +9,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -26,7 +27,7 @@ import data
 import tasks
 from model import GPT, GPTConfig, fastest_dtype
 from tokenizer import LoadError, Tokenizer
-from tools.evaluate import skill
+from tools.evaluate import ask, skill
 
 BUCKET = 32  # sequences are padded to a multiple of this, so that compiled code meets few shapes
 
@@ -46,11 +47,12 @@ def arguments():
     p.add_argument("--steps", type=int, help="how long to train, in steps")
     p.add_argument("--minutes", type=float, help="how long to train, in minutes; the schedule follows the clock")
     p.add_argument("--rows", type=int, default=30, help="texts in a step")
-    p.add_argument("--lr-matrix", type=float, default=0.02, help="Muon's learning rate")
-    p.add_argument("--lr", type=float, default=0.002, help="AdamW's learning rate")
+    p.add_argument("--lr-matrix", type=float, default=0.01, help="Muon's learning rate")
+    p.add_argument("--lr", type=float, default=0.0005, help="AdamW's learning rate")
     p.add_argument("--eval-every", type=int, default=250, help="steps between saves with a line of skill")
     p.add_argument("--eval-positions", type=int, default=64, help="held-out positions for that line")
     p.add_argument("--workers", type=int, default=0, help="processes that make batches; 0 makes them in this one")
+    p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args()
@@ -119,9 +121,9 @@ def batches(pool, first, progress):
     pending = deque()
     for step in count(first):
         if pool is None:
-            yield make_batch(step, progress())
+            yield make_batch(step, progress(step))
         else:
-            pending.append(pool.apply_async(make_batch, (step, progress())))
+            pending.append(pool.apply_async(make_batch, (step, progress(step))))
             if len(pending) > 4 * args.workers:
                 yield pending.popleft().get()
 
@@ -148,7 +150,23 @@ def start():
         )
     )
     model.tokenizer = tokenizer
+    if args.format == "expanded" and args.tokenizer == "bytes":
+        name_squares(model)
     return model
+
+
+@torch.no_grad()
+def name_squares(model):
+    """A square's place in the prompt, and in the environment's answer, starts as the sum of its name's two letters.
+
+    To find a move's square, or a square's old content, is then one dot product. From random places it takes a small
+    model thousands of steps to learn where e2 is.
+    """
+    for board in (len("P: "), tasks.WIDTH["A: "]):
+        for rank in range(8):
+            for file in range(8):
+                place = board + 9 * rank + file  # 9: a slash ends each rank
+                model.wpe.weight[place] += model.wte.weight[ord("a") + file] + model.wte.weight[ord("8") - rank]
 
 
 def make_optimizers(model):
@@ -170,13 +188,9 @@ def main():
     model = start()
     config, tokenizer = model.config, model.tokenizer
     positions, held_out = data.split([p for source in args.data for p in data.load(source)])
-    if not positions:
-        sys.exit("error: the data has no position to train on.")
-    rng = random.Random(0)
-    tests = rng.sample([p for p in held_out if p.moves], min(args.eval_positions, len(held_out)))
-    tests = [tasks.policy_sample(p, config.chess_format) for p in tests] + [
-        tasks.environment_sample(p, rng, config.chess_format) for p in tests
-    ]
+    tests = ask(held_out, args.eval_positions, config.chess_format)
+    if not any(p.moves for p in positions):
+        sys.exit("error: the data has no labelled position to train on; label it with python -m tools.label.")
     pool = multiprocessing.get_context("fork").Pool(args.workers, ignore_sigint) if args.workers else None
 
     model.to(args.device)
@@ -191,18 +205,22 @@ def main():
     state_file = out / "trainer.pt"
     step, elapsed = 0, 0.0
     if state_file.exists():
-        state = torch.load(state_file, map_location=args.device, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
+        try:
+            state = torch.load(state_file, map_location=args.device, weights_only=True)
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(optimizers, state["optimizers"]):
+                optimizer.load_state_dict(saved)
+        except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError):
+            sys.exit(f"error: {state_file} is damaged or of another model; delete it, or name another folder.")
         step, elapsed = state["step"], state["elapsed"]
         tqdm.write(f"resumed {out} at step {step}, after {elapsed / 60:.0f} minutes of training")
 
-    def progress():
-        return step / args.steps if args.steps else elapsed / 60 / args.minutes
+    def progress(at):
+        """From 0 to 1, at a step: by the clock, or by the step alone."""
+        return at / args.steps if args.steps else elapsed / 60 / args.minutes
 
     def save():
-        model.save(out)
+        model.save(out, torch.bfloat16 if args.half else torch.float32)
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
         torch.save({**state, "step": step, "elapsed": elapsed}, out / "trainer.pt.tmp")
         os.replace(out / "trainer.pt.tmp", state_file)
@@ -211,12 +229,12 @@ def main():
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, frame: stop.append(number))
     total = args.steps if args.steps else round(args.minutes * 60)
-    bar = tqdm(total=total, initial=round(progress() * total), unit="step" if args.steps else "s", smoothing=0.05)
+    bar = tqdm(total=total, initial=round(progress(step) * total), unit="step" if args.steps else "s", smoothing=0.05)
     last = time.time()
     for batch in batches(pool, step, progress):
-        if progress() >= 1 or stop:
+        if progress(step) >= 1 or stop:
             break
-        decay = min(1, (step + 1) / 100) * min(1, (1 - progress()) / 0.45)  # warm up, hold, then down to zero
+        decay = min(1, (step + 1) / 100) * min(1, (1 - progress(step)) / 0.45)  # warm up, hold, then down to zero
         for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr) if len(optimizers) == 2 else (args.lr,)):
             for group in optimizer.param_groups:
                 group["lr"] = lr * decay
@@ -237,7 +255,7 @@ def main():
         step += 1
         now = time.time()
         elapsed, last = elapsed + now - last, now
-        bar.n = round(progress() * total)
+        bar.n = round(progress(step) * total)
         if step % 10 == 0:
             names = ("policy", "environment", "legal")
             bar.set_postfix({n: f"{loss.item():.3f}" for n, loss in zip(names, losses)}, refresh=False)
