@@ -59,7 +59,10 @@ def read_position(line):
     for label in match[3].split():
         uci, cp = label.split(":")
         moves.append((sys.intern(uci), int(cp)))
-    return Position(contract(match[1]), words(match[2])[-10:], tuple(moves))
+    fen = contract(match[1])
+    if fen.count("/") != 7 or fen.split(" ")[3] != "-":
+        fen = chess.Board(fen).fen()  # en passant has two spellings; no board may be held out in one of them only
+    return Position(fen, words(match[2])[-10:], tuple(moves))
 
 
 def read_line(line):

@@ -36,7 +36,7 @@ class GPTConfig:
     n_head: int = 12
     layer_norm_epsilon: float = 1e-5
     eos_token_id: int = 50256
-    chess_format: str = "rookworld"  # how this model writes chess, see data.py; model.py only carries it along
+    chess_format: str = "rookworld"  # how this model writes chess, see tasks.py; model.py only carries it along
 
 
 @dataclass
@@ -230,6 +230,7 @@ class GPT(nn.Module):
             model.tokenizer = Tokenizer.load(folder)
             if model.tokenizer.vocab_size > model.config.vocab_size:
                 raise LoadError(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
+            model.config.eos_token_id = model.tokenizer.eos
         return model
 
     @cached_property
@@ -237,7 +238,8 @@ class GPT(nn.Module):
         return Tokenizer.gpt2()  # a folder without tokenizer files is taken for GPT-2's own
 
     def save(self, path, dtype=torch.float32):
-        """A folder that transformers and vLLM open. It appears whole or not at all; other files in it are kept."""
+        """A folder that transformers and vLLM open. A new one appears whole or not at all; in an old one each file is
+        replaced whole, and other files are kept."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
@@ -260,6 +262,8 @@ class GPT(nn.Module):
             if "tokenizer" in self.__dict__:  # known, so worth keeping; GPT-2's default would need the network
                 for name, content in self.tokenizer.files.items():
                     (temporary / name).write_bytes(content)
+            for file in temporary.iterdir():
+                file.chmod(0o644)  # safetensors writes for the owner alone
             if path.exists():
                 for file in temporary.iterdir():
                     os.replace(file, path / file.name)
@@ -268,6 +272,11 @@ class GPT(nn.Module):
                 os.rename(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def autocast(device, dtype):
+    """Matrix products in `dtype`, weights and everything else in fp32."""
+    return torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
 
 
 def fastest_dtype(device):

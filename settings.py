@@ -16,7 +16,7 @@ def refuse(message):
 
 
 def arguments():
-    """The NAME=value arguments of the program; another program that imports one with settings has its own."""
+    """The NAME=value arguments; a program that is only imported by another finds none it knows."""
     return dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a and not a.startswith("-"))
 
 

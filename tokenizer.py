@@ -44,6 +44,7 @@ class Tokenizer:
 
     def __init__(self, ranks, eos, files=None, pattern=GPT2_PATTERN):
         self.eos = eos
+        self.token_bytes = {i: token for token, i in ranks.items()}
         self.vocab_size = max(eos, *ranks.values()) + 1
         self.bpe = tiktoken.Encoding(
             "nanorook", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": eos}
@@ -111,9 +112,11 @@ class Tokenizer:
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids):
-        """The text up to the end token; bytes that are no UTF-8 become U+FFFD."""
+        """The text up to the end token; ids that are no token (a padded vocabulary has some) and bytes that are no
+        UTF-8 become U+FFFD."""
         ids = list(ids)
-        return self.bpe.decode(ids[: ids.index(self.eos)] if self.eos in ids else ids)
+        ids = ids[: ids.index(self.eos)] if self.eos in ids else ids
+        return b"".join(self.token_bytes.get(i, b"\xff") for i in ids).decode("utf-8", "replace")
 
 
 def tokenizer_files(ranks, eos):

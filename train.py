@@ -23,7 +23,7 @@ import torch.distributed as dist
 import data
 import grpo
 import tasks
-from model import GPT, fastest_dtype
+from model import GPT, autocast, fastest_dtype
 from monitor import diagnose, progress_line, reporter, show
 from rollout import distribution, pad_prompts
 from settings import finish, setting, values
@@ -111,7 +111,7 @@ def draw_prompts(positions, count, step, chess_format):
     """The prompts of a step, a pure function of SEED and step: policy tasks and a share of environment tasks."""
     rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
     environment = round(count * MIX_ENV_RATIO)
-    drawn = rng.sample(positions, min(count, len(positions)))
+    drawn = rng.sample(positions, count)
     return [
         tasks.environment_sample(p, rng, chess_format) if i < environment else tasks.policy_sample(p, chess_format)
         for i, p in enumerate(drawn)
@@ -122,7 +122,7 @@ def rollout(model, samples, seed, warmup):
     """Sample and grade G completions for each of one task's prompts: a Batch, their texts, their grades."""
     limit = MAX_NEW_TOKENS if samples[0].prompt.startswith("P: ") else MAX_NEW_TOKENS_ENV
     generator = torch.Generator(DEVICE).manual_seed(random.Random(seed).getrandbits(60))
-    with autocast():
+    with autocast(DEVICE, DTYPE):
         out, texts, grades = sample_and_grade(
             model, samples, GROUP_SIZE, limit, TEMPERATURE, generator, TOP_K, TOP_P,
             runaway_multiplier=RUNAWAY_PENALTY_MULTIPLIER, warmup=warmup,
@@ -147,11 +147,17 @@ def microbatches(batch, advantages):
 
 def forward(model, batch):
     """Logprobs and entropies (N, T) of a batch's completions under the distribution that was sampled."""
-    with autocast():
+    with autocast(batch.tokens.device, DTYPE):
         logits = model.score(batch.prompts, batch.lengths, batch.tokens)  # (N, T, V)
     if TOP_K or TOP_P < 1:
         return grpo.logprobs_and_entropy(distribution(logits, TEMPERATURE, TOP_K, TOP_P, batch.tokens), batch.tokens)
     return grpo.logprobs_and_entropy(logits, batch.tokens, TEMPERATURE)
+
+
+@torch.no_grad()
+def refer(reference, batch):
+    """The reference's logprobs of a batch's completions."""
+    return forward(reference, Batch(*(x.to(REF_DEVICE) for x in batch)))[0].to(DEVICE)
 
 
 def update(model, reference, optimizer, batches, kl_coef):
@@ -175,9 +181,7 @@ def update(model, reference, optimizer, batches, kl_coef):
                 sums["tokens"] += part.mask.sum().item()
                 sums["rows"] += len(part.mask)
                 if reference is not None:
-                    with torch.no_grad():
-                        there = Batch(*(x.to(REF_DEVICE) for x in part))
-                        refs.append(forward(reference, there)[0].to(DEVICE))
+                    refs.append(refer(reference, part))
                     sums["kl"] += grpo.kl(olds[i], refs[i], part.mask, "k3").sum().item()
             loss, stat = grpo.policy_loss(
                 logprobs, olds[i], advantage, part.mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
@@ -226,10 +230,10 @@ def update(model, reference, optimizer, batches, kl_coef):
     return metrics
 
 
-def over_ranks(tensor, op=dist.ReduceOp.SUM):
+def over_ranks(tensor):
     """The tensor's sum over all processes, in place."""
     if WORLD > 1:
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor)
     return tensor
 
 
@@ -248,18 +252,20 @@ def gather(tensor):
 
 def first_look(model, reference, batches, grades):
     """Before step 1 policy, sampler and reference are one function, and the model speaks the language; or no run."""
-    with torch.no_grad():
-        for batch in batches:
-            logprobs = forward(model, batch)[0]
-            gap = ((logprobs - batch.rollout_logprobs).abs() * batch.mask).sum() / batch.mask.sum()
-            if not gap < (1e-3 if DTYPE == torch.float32 else 0.05):
-                stop(
-                    f"sampling and training disagree by {gap:.4f} nats a token before any update: NaN weights, or a bug."
-                )
+    gap = kl = tokens = 0.0
+    for part, _ in [part for batch in batches for part in microbatches(batch, batch.rewards)]:
+        with torch.no_grad():
+            logprobs = forward(model, part)[0]
+            gap += ((logprobs - part.rollout_logprobs).abs() * part.mask).sum().item()
+            tokens += part.mask.sum().item()
             if reference is not None:
-                kl = (grpo.kl(logprobs, forward(reference, batch)[0], batch.mask, "k3")).sum() / batch.mask.sum()
-                if not kl < 1e-5:
-                    stop(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
+                kl += grpo.kl(logprobs, refer(reference, part), part.mask, "k3").sum().item()
+    if not gap / tokens < (1e-3 if DTYPE == torch.float32 else 0.05):
+        stop(
+            f"sampling and training disagree by {gap / tokens:.4f} nats a token before any update: NaN weights, or a bug."
+        )
+    if not kl / tokens < 1e-5:
+        stop(f"KL to the reference is {kl / tokens:.5f} before any update, so the reference is not the start model.")
     structure = mean_parts(grades)["structure"]
     if structure < 0.2:
         stop(
@@ -283,13 +289,9 @@ def peak_memory():
 # Set-up and loop
 
 
-def autocast():
-    return torch.autocast(torch.device(DEVICE).type, DTYPE, enabled=DTYPE != torch.float32)
-
-
 def look(model, tests):
     """Held-out skill, greedy and as sampled in training."""
-    with autocast():
+    with autocast(DEVICE, DTYPE):
         return skill(model, tests, (0.0, TEMPERATURE), max(MAX_NEW_TOKENS, MAX_NEW_TOKENS_ENV))
 
 
@@ -318,13 +320,14 @@ def main():
     global DTYPE
     finish()
     if WORLD > 1:
-        dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+        if DEVICE == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     if BATCH_POSITIONS % WORLD:
         stop(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among NPROC={WORLD} processes.")
     if KL_TARGET and not KL_COEF:
         stop("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
     DTYPE = fastest_dtype(DEVICE) if DTYPE == "auto" else getattr(torch, DTYPE)
-    torch.set_float32_matmul_precision("high")
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
     say = print if RANK == 0 else lambda *a, **k: None
@@ -335,13 +338,18 @@ def main():
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=DEVICE == "cuda")
-    if COMPILE:
-        model.trunk = torch.compile(model.trunk, dynamic=True)
+    if COMPILE:  # what training calls; decoding has its own captured graphs
+        for each in filter(None, (model, reference)):
+            each.score = torch.compile(each.score, dynamic=True)
 
     positions, held_out = data.split(data.load(DATA))
+    if len(positions) < BATCH_POSITIONS:
+        stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
     chess_format = model.config.chess_format
     tests = ask(held_out, EVAL_POSITIONS, chess_format)
     out = Path(OUT_DIR)
+    if any(out.glob("step-*")):
+        stop(f"OUT_DIR={out} holds another run; name another folder, or delete that one.")
     if RANK == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "settings.json").write_text(json.dumps(values(), indent=2))
@@ -415,7 +423,7 @@ def main():
             optimizer.load_state_dict(copy.deepcopy(good[1]))
             lr_factor, in_a_row = lr_factor * RECOVERY_LR_FACTOR, 0
             say(f"back to the last good state, with the learning rate times {lr_factor:g}: {metrics['advice']}")
-        elif metrics["state"] == "green" and (step + 1) % 10 == 0:
+        elif not metrics["skipped"] and (step + 1) % 10 == 0:
             good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:

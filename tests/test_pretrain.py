@@ -18,6 +18,7 @@ from model import GPT
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # these models are too small for two threads to help
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--rows", "8", "--eval-positions", "4"]
+TINY += ["--dtype", "float32"]  # not the faster one, which a busy machine may measure differently each time
 
 
 def command(out, *arguments):
@@ -123,6 +124,8 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(few_positions, tmp_path):
         (("--steps", "1", "--init", "nowhere"), "nowhere"),
         (("--steps", "1", "--tokenizer", "nowhere"), "nowhere"),
         (("--steps", "1", "--data", "unlabelled"), "no labelled position"),
+        (("--steps", "1", "--rows", "4"), "--rows"),
+        (("--steps", "1", "--positions", "200"), "--positions"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path, arguments, said):

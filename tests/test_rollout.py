@@ -152,3 +152,11 @@ def test_captured_graphs_decode_as_the_cpu_does(model):
     cpu = generate(model, PROMPTS, 2, new, temperature=0, eos=eos)
     gpu = generate(model.cuda(), PROMPTS, 2, new, temperature=0, eos=eos)
     assert torch.equal(cpu.tokens, gpu.tokens.cpu()) and torch.equal(cpu.mask, gpu.mask.cpu())
+    with torch.autocast("cuda", torch.bfloat16):
+        a, b = (
+            generate(model, PROMPTS, 4, 70, eos=eos, generator=torch.Generator("cuda").manual_seed(1)) for _ in range(2)
+        )
+        logits = model.score(*pad_prompts(PROMPTS, "cuda"), a.tokens)
+    assert torch.equal(a.tokens, b.tokens) and len(a.tokens.unique(dim=0)) > len(PROMPTS)
+    again = distribution(logits).gather(-1, a.tokens[..., None])[..., 0]
+    assert (again - a.logprobs)[a.mask].abs().mean() < 0.05

@@ -11,12 +11,12 @@ import torch
 
 import data
 import tasks
-from model import GPT, fastest_dtype
+from model import GPT, autocast, fastest_dtype
 from rewards import grade
 from rollout import generate
 from tokenizer import LoadError
 
-CHUNK = 512  # rows that are sampled at once
+CHUNK = 128  # rows that are sampled at once
 
 SKILL = {  # the rows of the table: for each task the parts of a grade that say what a model can do
     "P: ": ("reward", "structure", "legal", "top5", "best", "candidates_legal"),
@@ -30,6 +30,8 @@ def sample_and_grade(model, samples, group_size, limit, temperature, generator, 
     tokenizer = model.tokenizer
     prompts = [tokenizer.encode(sample.prompt) for sample in samples]
     limit = min(limit, model.config.n_positions - max(map(len, prompts)))
+    if limit < 1:
+        raise LoadError(f"the model's {model.config.n_positions} positions leave no room after its longest prompt.")
     out = generate(model, prompts, group_size, limit, temperature, top_k, top_p, tokenizer.eos, generator)
     texts = [tokenizer.decode(row) for row in out.tokens.tolist()]
     owners = [sample for sample in samples for _ in range(group_size)]
@@ -75,7 +77,7 @@ def interval(values):
 
 def table(columns):
     """{title: skill} side by side, one row for each name."""
-    lines = [f"{'held-out skill':38}" + "".join(f"{title:>18}" for title in columns)]
+    lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in columns)]
     for name in next(iter(columns.values())):
         cells = ["{:.3f} ± {:.3f}".format(*values[name]) for values in columns.values()]
         lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
@@ -107,8 +109,8 @@ def main():
     for name in a.model:
         model = GPT.load(name).to(device)
         samples = ask(held_out, a.limit or len(held_out), model.config.chess_format)
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-            columns[Path(name).name] = skill(model, samples, (0.0, a.temperature))
+        with autocast(device, dtype):
+            columns[name] = skill(model, samples, (0.0, a.temperature))
     print(table(columns))
     if a.json:
         Path(a.json).write_text(json.dumps(columns, indent=2))

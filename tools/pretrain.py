@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 import data
 import tasks
-from model import GPT, GPTConfig, fastest_dtype
+from model import GPT, GPTConfig, autocast, fastest_dtype
 from tokenizer import LoadError, Tokenizer
 from tools.evaluate import ask, skill
 
@@ -52,10 +53,15 @@ def arguments():
     p.add_argument("--eval-every", type=int, default=250, help="steps between saves with a line of skill")
     p.add_argument("--eval-positions", type=int, default=64, help="held-out positions for that line")
     p.add_argument("--workers", type=int, default=0, help="processes that make batches; 0 makes them in this one")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args()
+    if a.rows < 5:
+        p.error("--rows has to be at least 5, so that each task has some.")
+    if a.format == "expanded" and a.positions < 256 and not a.init:
+        p.error("--positions has to be at least 256 for expanded texts to fit.")
     if (a.steps is None) == (a.minutes is None):
         p.error("say how long to train, with either --steps or --minutes.")
     return a
@@ -195,11 +201,7 @@ def main():
 
     model.to(args.device)
     optimizers = make_optimizers(model)
-    dtype = fastest_dtype(args.device)
-
-    def autocast():
-        return torch.autocast(args.device, dtype, enabled=dtype != torch.float32)
-
+    dtype = fastest_dtype(args.device) if args.dtype == "auto" else getattr(torch, args.dtype)
     trunk = torch.compile(model.trunk) if args.device == "cuda" else model.trunk
     out = Path(args.out)
     state_file = out / "trainer.pt"
@@ -207,12 +209,14 @@ def main():
     if state_file.exists():
         try:
             state = torch.load(state_file, map_location=args.device, weights_only=True)
+            if state["config"] != asdict(config):
+                raise ValueError("another shape")
             model.load_state_dict(state["model"])
             for optimizer, saved in zip(optimizers, state["optimizers"]):
                 optimizer.load_state_dict(saved)
+            step, elapsed = state["step"], state["elapsed"]
         except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError):
             sys.exit(f"error: {state_file} is damaged or of another model; delete it, or name another folder.")
-        step, elapsed = state["step"], state["elapsed"]
         tqdm.write(f"resumed {out} at step {step}, after {elapsed / 60:.0f} minutes of training")
 
     def progress(at):
@@ -222,7 +226,8 @@ def main():
     def save():
         model.save(out, torch.bfloat16 if args.half else torch.float32)
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-        torch.save({**state, "step": step, "elapsed": elapsed}, out / "trainer.pt.tmp")
+        state |= {"config": asdict(config), "step": step, "elapsed": elapsed}
+        torch.save(state, out / "trainer.pt.tmp")
         os.replace(out / "trainer.pt.tmp", state_file)
 
     stop = []
@@ -243,14 +248,16 @@ def main():
         for inputs, targets in batch:
             inputs, targets = inputs.to(args.device), targets.to(args.device)
             kept = targets >= 0
-            with autocast():
+            with autocast(args.device, dtype):
                 logits = model.head(trunk(inputs)[0][kept])  # no logits where no loss is
             loss = F.cross_entropy(logits.float(), targets[kept], reduction="sum")
             (loss / targets_in_step).backward()
             losses.append(loss.detach() / kept.sum())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            tqdm.write(f"step {step + 1}: the gradient is not finite, so the weights stay as they are")
         model.zero_grad(set_to_none=True)
         step += 1
         now = time.time()
@@ -262,18 +269,19 @@ def main():
         bar.update(0)
         if step % args.eval_every == 0:
             save()
-            report(model, tests, autocast, out, step, elapsed)
+            report(model, tests, dtype, out, step, elapsed)
             last = time.time()  # skill is not training time
     bar.close()
     save()
     if stop:
         sys.exit(f"stopped at step {step}; the same command goes on from there.")
-    report(model, tests, autocast, out, step, elapsed)
+    if step % args.eval_every:
+        report(model, tests, dtype, out, step, elapsed)
 
 
-def report(model, tests, autocast, out, step, elapsed):
+def report(model, tests, dtype, out, step, elapsed):
     """One line of held-out skill, on the screen and in skill.jsonl."""
-    with autocast():
+    with autocast(args.device, dtype):
         values = {name: round(mean, 4) for name, (mean, _) in skill(model, tests).items()}
     shown = (
         "policy structure T=1",
