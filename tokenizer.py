@@ -55,6 +55,8 @@ class Tokenizer:
     def load(cls, folder):
         """From a folder's tokenizer.json, or vocab.json and merges.txt; without any it is taken for GPT-2's own."""
         folder = Path(folder)
+        if not folder.is_dir():
+            raise LoadError(f"{folder}: there is no such folder.")
         if not has_tokenizer(folder):
             return cls.gpt2()
         pattern, file = GPT2_PATTERN, folder / "tokenizer.json"
