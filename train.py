@@ -394,13 +394,14 @@ def main():
             kl_coef = grpo.adapt_kl_coef(kl_coef, metrics["kl"], KL_TARGET)
 
         # What happened
+        both = mean_parts(grades)
         metrics |= parts | {
             "step": step + 1,
             "lr": learning_rate(step) * lr_factor,
             "kl_coef": warm_kl,
             "reward_max": max(g.reward for g in grades),
-            "structure": mean_parts(grades)["structure"],
-            "runaway": mean_parts(grades)["runaway"],
+            "structure": both["structure"],
+            "runaway": both["runaway"],
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
             "tokens_per_second": metrics["tokens"] / sum(seconds.values()),
             "peak_memory_gb": peak_memory(),
