@@ -67,12 +67,19 @@ class Cache:
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
 
+class Linear(nn.Linear):
+    """In the dtype of its weights, whatever comes in."""
+
+    def forward(self, x):
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, bias, prompt, prompt_bias, cache, at):
         N, S, C = x.shape
@@ -126,7 +133,7 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = nn.ModuleDict(
-            {"c_fc": nn.Linear(config.n_embd, 4 * config.n_embd), "c_proj": nn.Linear(4 * config.n_embd, config.n_embd)}
+            {"c_fc": Linear(config.n_embd, 4 * config.n_embd), "c_proj": Linear(4 * config.n_embd, config.n_embd)}
         )
 
     def forward(self, x, *context):
@@ -144,6 +151,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.unembedding = None  # only a cast twin has one of its own
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if name.endswith("bias"):
                 nn.init.zeros_(p)
@@ -162,7 +170,24 @@ class GPT(nn.Module):
         return self.head(x) if head else x
 
     def head(self, x):
-        return F.linear(x, self.wte.weight)  # tied to the embedding
+        weight = self.wte.weight if self.unembedding is None else self.unembedding  # tied to the embedding
+        return F.linear(x.to(weight.dtype), weight)
+
+    def cast(self, dtype):
+        """A twin for sampling, without gradients: matrices and what multiplies them in `dtype`, the rest as it is.
+
+        It computes what autocast computes in training, without converting the weights at every token.
+        """
+        with torch.device("meta"):
+            twin = GPT(self.config)
+        twin.load_state_dict(self.state_dict(), assign=True)
+        for layer in twin.modules():
+            if isinstance(layer, Linear):
+                layer.to(dtype)
+        twin.unembedding = self.wte.weight.detach().to(dtype)
+        if "tokenizer" in self.__dict__:
+            twin.tokenizer = self.tokenizer
+        return twin.requires_grad_(False)
 
     def trunk(self, tokens, prompt=None, cache=None, at=None, span=None):
         """Hidden states (N, S, C) and each layer's keys and values of `tokens`."""
@@ -275,7 +300,7 @@ class GPT(nn.Module):
 
 
 def autocast(device, dtype):
-    """Matrix products in `dtype`, weights and everything else in fp32."""
+    """Training: matrix products in `dtype`, weights and everything else in fp32."""
     return torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
 
 

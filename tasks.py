@@ -61,7 +61,7 @@ def policy_completion(fen, moves, chess_format):
     best = max(moves, key=lambda m: m[1])[0]
     if chess_format == "expanded":
         return f"M: {names} E: {evals} B: {best}"
-    return f"{fen:90}"[len(fen):] + f"M: {names:30}E: {evals:40}B: {best}"
+    return f"{fen:90}"[len(fen) :] + f"M: {names:30}E: {evals:40}B: {best}"
 
 
 def environment_prompt(fen, move, history, chess_format):

@@ -27,9 +27,9 @@ from model import GPT, autocast, fastest_dtype
 from monitor import diagnose, progress_line, reporter, show
 from rollout import distribution, pad_prompts
 from settings import finish, setting, values
+from skill import ask, mean_parts, sample_and_grade, skill, table
 from tokenizer import LoadError
 from tools.curves import plot
-from tools.evaluate import ask, mean_parts, sample_and_grade, skill, table
 
 # fmt: off
 MODEL                   = setting("MODEL", "weights/tiny", "the model to train: a Hugging Face folder or a hub id")
@@ -122,11 +122,10 @@ def rollout(model, samples, seed, warmup):
     """Sample and grade G completions for each of one task's prompts: a Batch, their texts, their grades."""
     limit = MAX_NEW_TOKENS if samples[0].prompt.startswith("P: ") else MAX_NEW_TOKENS_ENV
     generator = torch.Generator(DEVICE).manual_seed(random.Random(seed).getrandbits(60))
-    with autocast(DEVICE, DTYPE):
-        out, texts, grades = sample_and_grade(
-            model, samples, GROUP_SIZE, limit, TEMPERATURE, generator, TOP_K, TOP_P,
-            runaway_multiplier=RUNAWAY_PENALTY_MULTIPLIER, warmup=warmup,
-        )  # fmt: skip
+    out, texts, grades = sample_and_grade(
+        model.cast(DTYPE), samples, GROUP_SIZE, limit, TEMPERATURE, generator, TOP_K, TOP_P,
+        runaway_multiplier=RUNAWAY_PENALTY_MULTIPLIER, warmup=warmup,
+    )  # fmt: skip
     prompts, lengths = pad_prompts([model.tokenizer.encode(sample.prompt) for sample in samples], DEVICE)
     rewards = torch.tensor([g.reward for g in grades], device=DEVICE)
     return Batch(prompts, lengths, out.tokens, out.mask, out.logprobs, rewards), texts, grades
@@ -291,8 +290,7 @@ def peak_memory():
 
 def look(model, tests):
     """Held-out skill, greedy and as sampled in training."""
-    with autocast(DEVICE, DTYPE):
-        return skill(model, tests, (0.0, TEMPERATURE), max(MAX_NEW_TOKENS, MAX_NEW_TOKENS_ENV))
+    return skill(model.cast(DTYPE), tests, (0.0, TEMPERATURE), max(MAX_NEW_TOKENS, MAX_NEW_TOKENS_ENV))
 
 
 def learning_rate(step):

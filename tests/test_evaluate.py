@@ -1,4 +1,4 @@
-"""tools/evaluate.py: the figures are those of the grades, and the command says what it cannot do."""
+"""tools/evaluate.py: the command prints what it found, and says what it cannot do."""
 
 import json
 import os
@@ -6,65 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy
-import pytest
-import torch
-
-import data
-import tasks
-from rewards import grade
-from rollout import Rollout
 from tokenizer import Tokenizer
-from tools import evaluate
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_intervals_are_the_usual_ones():
-    values = [0.0, 1.0, 1.0, 0.0, 0.25, 1.0]
-    mean, half = evaluate.interval(values)
-    assert mean == pytest.approx(numpy.mean(values))
-    assert half == pytest.approx(1.96 * numpy.std(values, ddof=1) / numpy.sqrt(len(values)))
-    assert evaluate.interval([1.0]) == (1.0, 0.0)
-
-
-def test_skill_is_the_mean_of_what_the_completions_earn(byte_model, monkeypatch):
-    """A sampler that answers perfectly at temperature 0 and says nonsense otherwise."""
-    byte_model.tokenizer = tokenizer = Tokenizer.of_bytes()
-    positions = [p for p in data.load("builtin")[:400] if tasks.held_out(p.fen)]
-    samples = evaluate.ask(positions, 100, "expanded")
-    answers = {}
-    for position in positions:
-        prompt = tasks.policy_prompt(position.fen, "expanded")
-        answers[prompt] = tasks.policy_completion(position.fen, position.moves, "expanded")
-    for sample in samples:
-        if sample.prompt.startswith("A: "):
-            answers[sample.prompt] = tasks.environment_completion(*sample.labels, "expanded")
-
-    def perfect(model, prompts, group_size, limit, temperature, *rest):
-        texts = [answers[tokenizer.decode(p)] if temperature == 0 else "nonsense" for p in prompts]
-        rows = [tokenizer.encode(text) + [tokenizer.eos] for text in texts]
-        width = max(map(len, rows))
-        tokens = torch.tensor([row + [tokenizer.eos] * (width - len(row)) for row in rows])
-        return Rollout(tokens, tokens >= 0, torch.zeros(tokens.shape), torch.zeros(len(rows), dtype=torch.bool))
-
-    monkeypatch.setattr(evaluate, "generate", perfect)
-    result = evaluate.skill(byte_model, samples)
-    assert len(samples) == 2 * len(positions) > 40
-    for name in ("policy reward", "policy legal", "policy best", "environment reward", "environment next_state"):
-        assert result[f"{name} T=0"] == (1.0, 0.0)
-    assert result["policy reward T=1"][0] == result["environment reward T=1"][0] == pytest.approx(-0.3)
-    assert result["policy structure T=1"][0] == 0
-    assert len(evaluate.table({"a": result, "b": result}).splitlines()) == 1 + len(result)
-
-
-def test_parts_are_averaged_over_those_that_have_them():
-    fen = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
-    labels = (("a1a8", 99999), ("a1a7", 500))
-    good = grade(tasks.policy_prompt(fen, "rookworld"), "M: a1a8 a1a7 E: 999.99 5.0 B: a1a8", labels, False)
-    bad = grade(tasks.policy_prompt(fen, "rookworld"), "what", labels, False)
-    means = evaluate.mean_parts([good, bad])
-    assert means["structure"] == means["legal"] == 0.5 and means["cp_loss"] == 0.0
 
 
 def run(*arguments):

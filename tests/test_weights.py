@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
 from model import GPT
+from skill import ask, skill
 from tasks import policy_prompt
-from tools.evaluate import ask, skill
 
 FOLDER = Path(__file__).parent.parent / "weights" / "tiny"
 

@@ -27,8 +27,8 @@ from tqdm import tqdm
 import data
 import tasks
 from model import GPT, GPTConfig, autocast, fastest_dtype
+from skill import ask, skill
 from tokenizer import LoadError, Tokenizer
-from tools.evaluate import ask, skill
 
 BUCKET = 32  # sequences are padded to a multiple of this, so that compiled code meets few shapes
 
@@ -91,11 +91,11 @@ def legal_text(position, rng, chess_format):
 def make_batch(step, progress):
     """One step's tokens: for each task inputs and targets (R, S); targets are -1 outside the completions."""
     rng = random.Random(f"{args.seed}/{step}")
-    environment = args.rows // 5
-    legal = round((args.rows - environment) * (0.85 - 0.7 * min(1, progress / 0.7)))
+    legal = round(args.rows * (0.68 - 0.56 * min(1, progress / 0.7)))
+    environment = round((args.rows - legal) * 0.4)
     batch = []
     for task, rows in (
-        (policy_text, args.rows - environment - legal),
+        (policy_text, args.rows - legal - environment),
         (environment_text, environment),
         (legal_text, legal),
     ):
@@ -281,8 +281,7 @@ def main():
 
 def report(model, tests, dtype, out, step, elapsed):
     """One line of held-out skill, on the screen and in skill.jsonl."""
-    with autocast(args.device, dtype):
-        values = {name: round(mean, 4) for name, (mean, _) in skill(model, tests).items()}
+    values = {name: round(mean, 4) for name, (mean, _) in skill(model.cast(dtype), tests).items()}
     shown = (
         "policy structure T=1",
         "policy legal T=0",
