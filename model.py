@@ -50,28 +50,45 @@ class Prompt:
     keys: list  # one (B, H, P, D) for each layer
     values: list
     lengths: torch.Tensor  # (B,) tokens before the last one
-    bias: torch.Tensor  # (B, 1, 1, P), 0 on a prompt's tokens, -inf on its padding
+    bias: torch.Tensor | None  # (B, 1, 1, P), 0 on a prompt's tokens, -inf on its padding; None where there is none
 
     def select(self, groups):
         """The prompts of some groups only."""
         keys, values = [k[groups] for k in self.keys], [v[groups] for v in self.values]
-        return Prompt(keys, values, self.lengths[groups], self.bias[groups])
+        return Prompt(keys, values, self.lengths[groups], None if self.bias is None else self.bias[groups])
+
+    def to(self, dtype):
+        return Prompt([k.to(dtype) for k in self.keys], [v.to(dtype) for v in self.values], self.lengths, self.bias)
 
 
 class Cache:
-    """Keys and values of the rows' own tokens while decoding: allocated once, written in place."""
+    """Keys and values of the rows' own tokens while decoding, written in place."""
 
-    def __init__(self, config, rows, length, device, dtype):
-        shape = (config.n_layer, rows, config.n_head, length, config.n_embd // config.n_head)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, N, H, T, D)
+    def __init__(self, config, groups, group_size, device, dtype):
+        shape = (config.n_layer, groups, config.n_head, group_size, 0, config.n_embd // config.n_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, H, G, K, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+    def grow(self, span):
+        """To room for `span` tokens. It grows in steps: a view into one large cache would be copied at each product."""
+        more = (0, 0, 0, span - self.keys.shape[4])
+        self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
+
+    def select(self, groups, members):
+        """Some groups only, and of each the rows `members` (groups, width)."""
+        at = torch.arange(len(members), device=members.device)[:, None]
+        for name in ("keys", "values"):
+            kept = getattr(self, name)[:, groups][:, at, :, members]  # (groups, width, L, H, K, D)
+            setattr(self, name, kept.permute(2, 0, 3, 1, 4, 5).contiguous())
 
 
 class Linear(nn.Linear):
-    """In the dtype of its weights, whatever comes in."""
+    """The product is made in `dtype`, whatever the weights and the input are."""
+
+    dtype = torch.float32
 
     def forward(self, x):
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
 
 
 class Attention(nn.Module):
@@ -82,16 +99,18 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, bias, prompt, prompt_bias, cache, at):
-        N, S, C = x.shape
-        heads = self.c_attn(x).view(N, S, 3, self.n_head, C // self.n_head)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (N, H, S, D)
-        own = k, v
+        (N, S, C), H = x.shape, self.n_head
+        if prompt is None:
+            q, k, v = self.c_attn(x).view(N, S, 3, H, C // H).permute(2, 0, 3, 1, 4)  # each (N, H, S, D)
+            return self.c_proj(attend(q, k, v).transpose(1, 2).reshape(N, S, C)), (k, v)
+        B = len(prompt[0])
+        q, k, v = own = self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)  # (B, H, G, S, D)
         if cache is not None:  # decoding: S = 1, this token's place in the cache is `at`
-            for store, new in zip(cache, own):
-                store.index_copy_(2, at, new.to(store.dtype))
-            k, v = (store[:, :, : bias.shape[-1]].to(q.dtype) for store in cache)
-        y = attend(q, k, v) if prompt is None else attend_shared(q, k, v, bias, *prompt, prompt_bias)
-        return self.c_proj(y.transpose(1, 2).reshape(N, S, C)), own
+            for store, new in zip(cache, (k, v)):
+                store.index_copy_(3, at, new.to(store.dtype))
+            k, v = cache
+        y = attend_shared(q.to(k.dtype), k, v, bias, *prompt, prompt_bias)
+        return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), own[1:]
 
 
 def attend(q, k, v):
@@ -100,30 +119,26 @@ def attend(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     S, D = q.shape[-2:]  # on CPU written out: in bf16 and with gradients 1.5 times as fast as the fused kernel
     bias = torch.full((S, S), -math.inf, dtype=q.dtype).triu_(1)
-    weights = (q * D**-0.5 @ k.transpose(-1, -2) + bias).softmax(-1)
-    return weights.to(v.dtype) @ v
+    return (q * D**-0.5 @ k.transpose(-1, -2) + bias).softmax(-1) @ v
 
 
 def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """Attention of N = B·G rows to their own keys (N, H, K, D) and to their group's prompt (B, H, P, D), one softmax.
+    """Attention of the rows' queries (B, H, G, S, D) to their own keys (B, H, G, K, D) and to their group's prompt
+    (B, H, P, D), one softmax.
 
-    The G rows of a group are G queries to one prompt: they are folded into one matrix product, so a prompt is read
-    once for its group, never copied for each row; in training its gradient is the sum over the group by itself.
+    The G rows of a group are G·S queries to one prompt, one matrix product: a prompt is read once for its group, never
+    copied for each row; in training its gradient is the sum over the group by itself.
     """
-    (N, H, S, D), (B, _, P, _) = q.shape, prompt_k.shape
-    G = N // B
-
-    def fold(t):  # (N, H, S, ·) -> (B, H, G·S, ·)
-        return t.view(B, G, H, S, -1).transpose(1, 2).reshape(B, H, G * S, -1)
-
-    def unfold(t):  # (B, H, G·S, ·) -> (N, H, S, ·)
-        return t.view(B, H, G, S, -1).transpose(1, 2).reshape(N, H, S, -1)
-
-    q = q * D**-0.5
-    to_prompt = unfold(fold(q) @ prompt_k.transpose(-1, -2) + prompt_bias)  # (N, H, S, P)
-    to_own = q @ k.transpose(-1, -2) + bias  # (N, H, S, K)
-    weights = torch.cat([to_prompt, to_own], -1).softmax(-1, dtype=torch.float32).to(v.dtype)
-    return unfold(fold(weights[..., :P]) @ prompt_v) + weights[..., P:] @ v
+    (B, H, G, S, D), P = q.shape, prompt_k.shape[2]
+    q = (q * D**-0.5).reshape(B, H, G * S, D)
+    to_prompt = q @ prompt_k.transpose(-1, -2)  # (B, H, G·S, P)
+    if prompt_bias is not None:
+        to_prompt = to_prompt + prompt_bias.to(to_prompt.dtype)
+    to_own = q.view(B, H, G, S, D) @ k.transpose(-1, -2)  # (B, H, G, S, K)
+    to_own = to_own + bias.to(to_own.dtype)
+    weights = torch.cat([to_prompt.view(B, H, G, S, P), to_own], -1).softmax(-1)
+    from_prompt = weights[..., :P].reshape(B, H, G * S, P) @ prompt_v
+    return from_prompt.view(B, H, G, S, D) + weights[..., P:] @ v
 
 
 class Block(nn.Module):
@@ -144,6 +159,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    dtype = torch.float32  # of the matrix products, see use()
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -151,51 +168,57 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.unembedding = None  # only a cast twin has one of its own
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
-    def forward(self, tokens, prompt=None, cache=None, at=None, span=None, head=True):
+    def forward(self, tokens, prompt=None, cache=None, at=None, head=True):
         """Logits (N, S, V) of the token after each of `tokens` (N, S); with head=False the hidden states (N, S, C).
 
         model(tokens)                        plain causal attention
         model(tokens, prompt)                training: rows that continue their group's shared prompt, N = B·G
-        model(tokens, prompt, cache, at, span)  decoding: S = 1; `at` (1,) is the token's place among the row's own
-                                             tokens, `span` > at how many places of the cache are looked at
+        model(tokens, prompt, cache, at)     decoding: S = 1; `at` (1,) is the token's place in the cache
         """
-        x = self.trunk(tokens, prompt, cache, at, span)[0]
+        x = self.trunk(tokens, prompt, cache, at)[0]
         return self.head(x) if head else x
 
     def head(self, x):
-        weight = self.wte.weight if self.unembedding is None else self.unembedding  # tied to the embedding
-        return F.linear(x.to(weight.dtype), weight)
+        return F.linear(x.to(self.dtype), self.unembedding().to(self.dtype))
+
+    def unembedding(self):
+        return self.wte.weight  # tied; a cast twin has one of its own
+
+    def use(self, dtype):
+        """Matrix products in `dtype` from now on; weights, residuals and layer norms stay as they are."""
+        for layer in self.modules():
+            if isinstance(layer, Linear | GPT):
+                layer.dtype = dtype
+        return self
 
     def cast(self, dtype):
-        """A twin for sampling, without gradients: matrices and what multiplies them in `dtype`, the rest as it is.
-
-        It computes what autocast computes in training, without converting the weights at every token.
-        """
+        """A twin for sampling, without gradients: it computes what use(dtype) computes, from matrices that are cast
+        once and not at every token. Everything else it shares."""
         with torch.device("meta"):
             twin = GPT(self.config)
         twin.load_state_dict(self.state_dict(), assign=True)
         for layer in twin.modules():
             if isinstance(layer, Linear):
                 layer.to(dtype)
-        twin.unembedding = self.wte.weight.detach().to(dtype)
+        unembedding = self.wte.weight.detach().to(dtype)
+        twin.unembedding = lambda: unembedding
         if "tokenizer" in self.__dict__:
             twin.tokenizer = self.tokenizer
-        return twin.requires_grad_(False)
+        return twin.use(dtype).requires_grad_(False)
 
-    def trunk(self, tokens, prompt=None, cache=None, at=None, span=None):
+    def trunk(self, tokens, prompt=None, cache=None, at=None):
         """Hidden states (N, S, C) and each layer's keys and values of `tokens`."""
         (N, S), device = tokens.shape, tokens.device
         positions = torch.arange(S, device=device) if at is None else at  # (S,)
         bias = prompt_bias = None
         if prompt is not None:
-            own = torch.arange(S if at is None else span, device=device)
+            own = torch.arange(S if cache is None else cache.keys.shape[4], device=device)
             bias = torch.zeros(S, len(own), device=device).masked_fill_(own > positions[:, None], -math.inf)
             prompt_bias = prompt.bias
             positions = prompt.lengths.repeat_interleave(N // len(prompt.lengths))[:, None] + positions  # (N, S)
@@ -216,8 +239,8 @@ class GPT(nn.Module):
         """
         _, keys, values = self.trunk(tokens[:, :-1])
         padding = torch.arange(tokens.shape[1] - 1, device=tokens.device) >= lengths[:, None] - 1  # (B, P - 1)
-        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)
-        return Prompt(keys, values, lengths - 1, bias[:, None, None])
+        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
+        return Prompt(keys, values, lengths - 1, bias if tokens.is_cuda or padding.any() else None)
 
     def score(self, tokens, lengths, completions):
         """Logits (N, T, V) for each token of `completions` (N, T), whose groups share the prompts `tokens` (B, P)."""
@@ -299,13 +322,8 @@ class GPT(nn.Module):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def autocast(device, dtype):
-    """Training: matrix products in `dtype`, weights and everything else in fp32."""
-    return torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
-
-
 def fastest_dtype(device):
-    """The dtype for autocast: bf16 on CUDA; on CPU what multiplies faster here, since only some have bf16 units."""
+    """For matrix products: bf16 on CUDA; on CPU what multiplies faster here, since only some have bf16 units."""
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     seconds = {}

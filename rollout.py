@@ -11,7 +11,7 @@ import torch
 from model import Cache
 
 LOOK = 8  # steps between two looks at who has finished
-SPAN = 32  # on CUDA the attended part of the cache grows in such steps, one captured graph for each
+SPAN = 16  # tokens by which the cache grows; on CUDA each size is a captured graph of its own
 
 
 class Rollout(NamedTuple):
@@ -62,7 +62,9 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
             f"{model.config.n_positions} positions; shorten the prompts or lower the limit of new tokens."
         )
     prompt = model.prefill(prompt_tokens, lengths)
-    cache = Cache(model.config, N, T, device, prompt.keys[0].dtype)
+    if device.type == "cpu":  # the many small products of attention are faster in fp32, there is nothing to convert
+        prompt = prompt.to(torch.float32)
+    cache = Cache(model.config, B, group_size, device, prompt.keys[0].dtype)
     tokens = torch.full((N, T), max(eos, 0), device=device)
     logprobs = torch.zeros(N, T, device=device)
 
@@ -73,15 +75,14 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
     alive = torch.ones(N, dtype=torch.bool, device=device)
     at = torch.zeros(1, dtype=torch.long, device=device)
 
-    def step(span):
-        logits = model(current, prompt, cache, at, span)[:, 0]  # (N, V)
+    def step():
+        logits = model(current, prompt, cache, at)[:, 0]  # (N, V)
         if temperature == 0:
             token = logits.argmax(-1)
             logprob = torch.zeros_like(token, dtype=torch.float32)  # greedy is certain: log 1
         else:
             logp = distribution(logits, temperature, top_k, top_p)
-            noise = torch.empty_like(logp).exponential_(generator=generator)
-            token = (logp.exp() / noise).argmax(-1)  # the exponential race: as torch.multinomial, without its checks
+            token = draw(logp, generator)
             logprob = logp.gather(1, token[:, None])[:, 0]
         tokens.index_put_((rows, at), token)
         logprobs.index_put_((rows, at), logprob)
@@ -89,25 +90,26 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
         current.copy_(token[:, None])
         at.add_(1)
 
-    replay, captured_span = None, 0
+    replay = None
     for t in range(T):
+        if t % SPAN == 0:
+            cache.grow(min(T, t + SPAN))
+            replay = None
         if device.type == "cuda" and t > 0:  # the first step runs as it is: it warms the libraries up
-            span = min(T, -(-(t + 1) // SPAN) * SPAN)
-            if replay is None or span != captured_span:
-                replay, captured_span = capture(step, span, generator), span
+            replay = replay or capture(step, generator)
             replay()
         else:
-            step(t + 1)
+            step()
         if (t + 1) % LOOK == 0 or t + 1 == T:
             living = alive.view(B, -1)  # (B, G)
             groups, width = living.any(1), int(living.sum(1).max())
             if width == 0:
                 break
             if int(groups.sum()) * width <= 0.75 * len(rows):  # leave only groups and rows that go on, rectangular
-                order = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
-                keep = (groups.nonzero() * living.shape[1] + order).flatten()
-                prompt, B, replay = prompt.select(groups), len(order), None
-                cache.keys, cache.values = cache.keys[:, keep], cache.values[:, keep]
+                members = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
+                keep = (groups.nonzero() * living.shape[1] + members).flatten()
+                cache.select(groups, members)
+                prompt, B, replay = prompt.select(groups), len(members), None
                 rows, current, alive = rows[keep], current[keep], alive[keep]
 
     ended = tokens == eos
@@ -117,11 +119,19 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
     return Rollout(tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
 
 
-def capture(step, span, generator):
+def draw(logp, generator):
+    """A token (N,) from each row of log-probabilities (N, V), by one uniform number: the first place where the
+    cumulated probability exceeds it."""
+    reached = logp.exp().cumsum(-1)
+    u = torch.rand(len(logp), 1, device=logp.device, generator=generator) * (1 - 1e-6)  # never past the last token
+    return (reached <= u * reached[:, -1:]).sum(-1)
+
+
+def capture(step, generator):
     """One decoding step as a CUDA graph: its hundred kernels are launched as one."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
-        step(span)
+        step()
     return graph.replay

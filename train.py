@@ -23,7 +23,7 @@ import torch.distributed as dist
 import data
 import grpo
 import tasks
-from model import GPT, autocast, fastest_dtype
+from model import GPT, fastest_dtype
 from monitor import diagnose, progress_line, reporter, show
 from rollout import distribution, pad_prompts
 from settings import finish, setting, values
@@ -44,7 +44,7 @@ BATCH_POSITIONS         = setting("BATCH_POSITIONS", 16, "B, prompts in a step",
 GROUP_SIZE              = setting("GROUP_SIZE", 8, "G, completions for each prompt", low=2)
 MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 16384, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 65536 if torch.cuda.is_available() else 4096, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
 LR                      = setting("LR", 1e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=("constant", "linear", "cosine"))
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
@@ -146,8 +146,7 @@ def microbatches(batch, advantages):
 
 def forward(model, batch):
     """Logprobs and entropies (N, T) of a batch's completions under the distribution that was sampled."""
-    with autocast(batch.tokens.device, DTYPE):
-        logits = model.score(batch.prompts, batch.lengths, batch.tokens)  # (N, T, V)
+    logits = model.score(batch.prompts, batch.lengths, batch.tokens)  # (N, T, V)
     if TOP_K or TOP_P < 1:
         return grpo.logprobs_and_entropy(distribution(logits, TEMPERATURE, TOP_K, TOP_P, batch.tokens), batch.tokens)
     return grpo.logprobs_and_entropy(logits, batch.tokens, TEMPERATURE)
@@ -330,8 +329,8 @@ def main():
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
     say = print if RANK == 0 else lambda *a, **k: None
 
-    model = GPT.load(MODEL).to(DEVICE)
-    reference = copy.deepcopy(model).to(REF_DEVICE).requires_grad_(False) if KL_COEF else None
+    model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
+    reference = copy.deepcopy(model).cast(DTYPE).to(REF_DEVICE) if KL_COEF else None
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]

@@ -113,11 +113,11 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, temperature,
 
 
 def test_bfloat16_sampling_agrees_with_bfloat16_training(model):
-    """The stated bound for bf16 autocast: a mean gap below 0.05 and no token beyond 0.5, with weights this large."""
+    """The stated bound for bf16: a mean gap below 0.05 and no token beyond 0.5, with weights this large."""
     generator = torch.Generator().manual_seed(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = generate(model, PROMPTS, 4, 20, eos=-1, generator=generator)
-        again = distribution(model.score(*pad_prompts(PROMPTS, "cpu"), out.tokens)).gather(-1, out.tokens[..., None])
+    out = generate(model.cast(torch.bfloat16), PROMPTS, 4, 20, eos=-1, generator=generator)
+    logits = model.use(torch.bfloat16).score(*pad_prompts(PROMPTS, "cpu"), out.tokens)
+    again = distribution(logits).gather(-1, out.tokens[..., None])
     gap = (again[..., 0] - out.logprobs).abs()
     assert gap.mean() < 0.05 and gap.max() < 0.5
 
@@ -152,11 +152,9 @@ def test_captured_graphs_decode_as_the_cpu_does(model):
     cpu = generate(model, PROMPTS, 2, new, temperature=0, eos=eos)
     gpu = generate(model.cuda(), PROMPTS, 2, new, temperature=0, eos=eos)
     assert torch.equal(cpu.tokens, gpu.tokens.cpu()) and torch.equal(cpu.mask, gpu.mask.cpu())
-    with torch.autocast("cuda", torch.bfloat16):
-        a, b = (
-            generate(model, PROMPTS, 4, 70, eos=eos, generator=torch.Generator("cuda").manual_seed(1)) for _ in range(2)
-        )
-        logits = model.score(*pad_prompts(PROMPTS, "cuda"), a.tokens)
+    twin, seed = model.cast(torch.bfloat16), torch.Generator("cuda").manual_seed
+    a, b = (generate(twin, PROMPTS, 4, 70, eos=eos, generator=seed(1)) for _ in range(2))
+    logits = model.use(torch.bfloat16).score(*pad_prompts(PROMPTS, "cuda"), a.tokens)
     assert torch.equal(a.tokens, b.tokens) and len(a.tokens.unique(dim=0)) > len(PROMPTS)
     again = distribution(logits).gather(-1, a.tokens[..., None])[..., 0]
     assert (again - a.logprobs)[a.mask].abs().mean() < 0.05

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import data
 import tasks
-from model import GPT, GPTConfig, autocast, fastest_dtype
+from model import GPT, GPTConfig, fastest_dtype
 from skill import ask, skill
 from tokenizer import LoadError, Tokenizer
 
@@ -202,6 +202,7 @@ def main():
     model.to(args.device)
     optimizers = make_optimizers(model)
     dtype = fastest_dtype(args.device) if args.dtype == "auto" else getattr(torch, args.dtype)
+    model.use(dtype)
     trunk = torch.compile(model.trunk) if args.device == "cuda" else model.trunk
     out = Path(args.out)
     state_file = out / "trainer.pt"
@@ -248,8 +249,7 @@ def main():
         for inputs, targets in batch:
             inputs, targets = inputs.to(args.device), targets.to(args.device)
             kept = targets >= 0
-            with autocast(args.device, dtype):
-                logits = model.head(trunk(inputs)[0][kept])  # no logits where no loss is
+            logits = model.head(trunk(inputs)[0][kept])  # no logits where no loss is
             loss = F.cross_entropy(logits.float(), targets[kept], reduction="sum")
             (loss / targets_in_step).backward()
             losses.append(loss.detach() / kept.sum())
