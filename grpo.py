@@ -103,7 +103,7 @@ def policy_loss(
 def loss_normalizer(mask, loss, max_completion_tokens):
     """What a sum over these rows is divided by. It adds up: over microbatches, tasks and processes.
 
-    DDP averages gradients over processes: there give policy_loss the sum over processes divided by their number.
+    With several processes, sum it over them, and their gradients too.
     """
     rows, tokens = torch.tensor(len(mask), device=mask.device), mask.sum()
     return {
@@ -125,8 +125,17 @@ def lengths(mask):  # (N, 1)
 
 def merge_stats(parts):
     """The stats of microbatches as those of the whole: exact, as they are sums, minima and maxima."""
-    how = {"ratio_min": torch.amin, "ratio_max": torch.amax}
-    return {name: how.get(name, torch.sum)(torch.stack([part[name] for part in parts])) for name in parts[0]}
+    return {name: getattr(torch, how)(torch.stack([part[name] for part in parts])) for name, how in REDUCE.items()}
+
+
+REDUCE = {
+    "tokens": "sum",
+    "ratio_sum": "sum",
+    "ratio_min": "amin",
+    "ratio_max": "amax",
+    "clip_low": "sum",
+    "clip_high": "sum",
+}
 
 
 def importance_weights(train_logprobs, rollout_logprobs, cap):

@@ -1,15 +1,27 @@
 """What a run says of itself: its state with what to do about it, the progress line, sample completions."""
 
+import os
+import platform
+import resource
+import shlex
+import subprocess
 import sys
+import time
 from pathlib import Path
+
+import torch
+
+from skill import mean_parts
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
     """(state, what is the matter and what to do) of a step with metrics `m` after the steps `past`."""
     falling = len(past) >= 40 and mean(past[-20:], "reward") < mean(past[-40:-20], "reward") - 0.05
     for state, wrong, advice in (
+        ("red", m["broken"], "an update has left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy has left the reference: raise KL_COEF or lower LR"),
+        ("red", m["runaway"] > 0.8, "most completions are cut off at their limit: raise MAX_NEW_TOKENS"),
         ("red", m["structure"] < 0.2, "completions are malformed: lower LR, and look at the samples"),
         ("red", m["reward_max"] < 0, "every reward is negative: nothing can be learnt from this batch"),
         ("yellow", m["frac_zero_std"] > 0.5, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
@@ -23,6 +35,17 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         if wrong:
             return state, advice
     return "green", ""
+
+
+def parts_by_task(graded):
+    """The mean of each part of the grades in (prompt, text, grade), as P/legal or A/next_state; two for both tasks."""
+    result = {}
+    for task in ("P", "A"):
+        grades = [grade for prompt, _, grade in graded if prompt.startswith(task)]
+        values = mean_parts(grades) | ({"reward": mean([g._asdict() for g in grades], "reward")} if grades else {})
+        result |= {f"{task}/{name}": value for name, value in values.items()}
+    both = mean_parts([grade for _, _, grade in graded])
+    return result | {name: both[name] for name in ("structure", "runaway")}
 
 
 def mean(rows, name):
@@ -49,6 +72,30 @@ def show(samples):
     for prompt, text, g in (ordered[0], ordered[-1]):
         paid = " ".join(f"{n.removeprefix('earned/')} {v:.2f}" for n, v in g.parts.items() if "earned" in n and v)
         print(f"  {prompt.strip()}\n  -> {text.strip()}\n     {g.reward:.3f} = {paid}")
+
+
+def peak_memory(device):
+    """In GB: of the GPU, or of this process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB
+
+
+def describe(device, dtype):
+    """What a run ran on, for run.json."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True)
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    return {
+        "command": shlex.join(["./train.sh", *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": git.stdout.decode().strip() or "unknown",
+        "machine": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores of {cpu}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
 
 
 def reporter(kind, name, folder, settings):

@@ -50,8 +50,22 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, keep=None):
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, eos=None, generator=None):
-    """Sample `group_size` completions for each of `prompts` (lists of token ids); temperature 0 is greedy."""
+def generate(
+    model,
+    prompts,
+    group_size,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    eos=None,
+    generator=None,
+    noise=None,
+):
+    """Sample `group_size` completions for each of `prompts` (lists of token ids); temperature 0 is greedy.
+
+    All chance is in `noise`, uniform numbers (N, max_new_tokens); those of `generator` where none are given.
+    """
     device = model.wte.weight.device
     eos = model.config.eos_token_id if eos is None else eos
     prompt_tokens, lengths = pad_prompts(prompts, device)
@@ -65,6 +79,8 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
     if device.type == "cpu":  # the many small products of attention are faster in fp32, there is nothing to convert
         prompt = prompt.to(torch.float32)
     cache = Cache(model.config, B, group_size, device, prompt.keys[0].dtype)
+    if noise is None:
+        noise = torch.rand(N, T, device=device, generator=generator)
     tokens = torch.full((N, T), max(eos, 0), device=device)
     logprobs = torch.zeros(N, T, device=device)
 
@@ -82,7 +98,7 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
             logprob = torch.zeros_like(token, dtype=torch.float32)  # greedy is certain: log 1
         else:
             logp = distribution(logits, temperature, top_k, top_p)
-            token = draw(logp, generator)
+            token = draw(logp, noise[rows, at])
             logprob = logp.gather(1, token[:, None])[:, 0]
         tokens.index_put_((rows, at), token)
         logprobs.index_put_((rows, at), logprob)
@@ -96,7 +112,7 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
             cache.grow(min(T, t + SPAN))
             replay = None
         if device.type == "cuda" and t > 0:  # the first step runs as it is: it warms the libraries up
-            replay = replay or capture(step, generator)
+            replay = replay or capture(step)
             replay()
         else:
             step()
@@ -119,19 +135,16 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
     return Rollout(tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
 
 
-def draw(logp, generator):
-    """A token (N,) from each row of log-probabilities (N, V), by one uniform number: the first place where the
+def draw(logp, uniform):
+    """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first place where the
     cumulated probability exceeds it."""
     reached = logp.exp().cumsum(-1)
-    u = torch.rand(len(logp), 1, device=logp.device, generator=generator) * (1 - 1e-6)  # never past the last token
-    return (reached <= u * reached[:, -1:]).sum(-1)
+    return (reached <= uniform[:, None] * (1 - 1e-6) * reached[:, -1:]).sum(-1)  # the factor: never past the last token
 
 
-def capture(step, generator):
+def capture(step):
     """One decoding step as a CUDA graph: its hundred kernels are launched as one."""
     graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         step()
     return graph.replay

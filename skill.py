@@ -6,6 +6,7 @@ train.py looks at held-out positions with it before, during and after a run; too
 import math
 import random
 
+import chess
 import torch
 
 import tasks
@@ -14,6 +15,7 @@ from rollout import generate
 from tokenizer import LoadError
 
 CHUNK = 128  # rows that are sampled at once
+LIMIT = 144  # tokens of an answer; with GPT-2's tokenizer one takes about 100
 
 SKILL = {  # the rows of the table: for each task the parts of a grade that say what a model can do
     "P: ": ("reward", "structure", "legal", "top5", "best", "candidates_legal"),
@@ -22,14 +24,16 @@ SKILL = {  # the rows of the table: for each task the parts of a grade that say 
 NAMES = {"P: ": "policy", "A: ": "environment"}
 
 
-def sample_and_grade(model, samples, group_size, limit, temperature, generator, top_k=0, top_p=1.0, **grading):
+def sample_and_grade(
+    model, samples, group_size, limit, temperature, generator=None, top_k=0, top_p=1.0, noise=None, **grading
+):
     """Completions of one task's prompts: the rollout, the texts, their grades, in rows of groups."""
     tokenizer = model.tokenizer
     prompts = [tokenizer.encode(sample.prompt) for sample in samples]
     limit = min(limit, model.config.n_positions - max(map(len, prompts)))
     if limit < 1:
         raise LoadError(f"the model's {model.config.n_positions} positions leave no room after its longest prompt.")
-    out = generate(model, prompts, group_size, limit, temperature, top_k, top_p, tokenizer.eos, generator)
+    out = generate(model, prompts, group_size, limit, temperature, top_k, top_p, tokenizer.eos, generator, noise)
     texts = [tokenizer.decode(row) for row in out.tokens.tolist()]
     owners = [sample for sample in samples for _ in range(group_size)]
     grades = [
@@ -48,28 +52,42 @@ def mean_parts(grades):
     return {name: sum(v) / len(v) for name, v in values.items()}
 
 
-def skill(model, samples, temperatures=(0.0, 1.0), limit=144):
+def answers(model, samples, temperature, generator, limit=LIMIT, progress=iter):
+    """(texts, grades) of one completion for each of one task's prompts; `progress` may show the chunks go by."""
+    texts, grades = [], []
+    for i in progress(range(0, len(samples), CHUNK)):
+        _, said, graded = sample_and_grade(model, samples[i : i + CHUNK], 1, limit, temperature, generator)
+        texts += said
+        grades += graded
+    return texts, grades
+
+
+def skill(model, samples, temperatures=(0.0, 1.0), limit=LIMIT):
     """{"policy legal T=0": (mean, half-width of its 95 % interval), ...} from one completion for each sample."""
     result = {}
     for prefix, names in SKILL.items():
         chosen = [sample for sample in samples if sample.prompt.startswith(prefix)]
         for temperature in temperatures if chosen else ():
             generator = torch.Generator(model.wte.weight.device).manual_seed(0)
-            grades = []
-            for i in range(0, len(chosen), CHUNK):
-                part = chosen[i : i + CHUNK]
-                grades += sample_and_grade(model, part, 1, limit, temperature, generator)[2]
+            grades = answers(model, chosen, temperature, generator, limit)[1]
+            parts = [g.parts | {"reward": g.reward} for g in grades]
             for name in names:
-                values = [g.reward if name == "reward" else g.parts.get(name, 0.0) for g in grades]
-                result[f"{NAMES[prefix]} {name} T={temperature:g}"] = interval(values)
+                values = [p[name] for p in parts if name in p]
+                if values:
+                    result[f"{NAMES[prefix]} {name} T={temperature:g}"] = interval(values)
     return result
 
 
-def interval(values):
-    """The mean and the half-width of its 95 % interval."""
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return mean, 1.96 * math.sqrt(variance / len(values))
+def interval(values, counts=None):
+    """The mean and the half-width of its 95 % interval.
+
+    With `counts` it is the ratio of two sums, such as illegal moves over moves in some games. Its variance is that of
+    the residuals values - ratio · counts (Cochran, Sampling Techniques, 1977, chapter 6).
+    """
+    counts = [1] * len(values) if counts is None else counts
+    ratio = sum(values) / sum(counts)
+    variance = sum((v - ratio * c) ** 2 for v, c in zip(values, counts)) / max(1, len(values) - 1)
+    return ratio, 1.96 * math.sqrt(variance * len(values)) / sum(counts)
 
 
 def table(columns):
@@ -85,5 +103,6 @@ def ask(positions, limit, chess_format):
     """Samples of both tasks from some of the positions, the same ones every time."""
     rng = random.Random(0)
     chosen = rng.sample(positions, min(limit, len(positions)))
-    policy = [tasks.policy_sample(p, chess_format) for p in chosen if p.moves]
+    playable = (p for p in chosen if p.moves or any(chess.Board(p.fen).legal_moves))
+    policy = [tasks.policy_sample(p, chess_format) for p in playable]
     return policy + [tasks.environment_sample(p, rng, chess_format) for p in chosen]

@@ -10,24 +10,24 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import data
 import grpo
+import parallel
 import tasks
+from batch import Batch, microbatches
 from model import GPT, fastest_dtype
-from monitor import diagnose, progress_line, reporter, show
+from monitor import describe, diagnose, parts_by_task, peak_memory, progress_line, reporter, show
+from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
 from settings import finish, setting, values
-from skill import ask, mean_parts, sample_and_grade, skill, table
+from skill import answers, ask, mean_parts, sample_and_grade, skill, table
 from tokenizer import LoadError
 from tools.curves import plot
 
@@ -81,67 +81,47 @@ RUN_NAME                = setting("RUN_NAME", "", "name of the run in that log")
 OVERFIT                 = setting("OVERFIT", False, "learn one batch of prompts again and again: can the loop learn at all?")
 # fmt: on
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
-TASKS = "P: ", "A: "  # rolled out one kind at a time, as their lengths differ
-
-
-class Batch(NamedTuple):
-    """Completions of one task; N = B·G rows, those of a group next to each other."""
-
-    prompts: torch.Tensor  # (B, P) padded on the right
-    lengths: torch.Tensor  # (B,)
-    tokens: torch.Tensor  # (N, T)
-    mask: torch.Tensor  # (N, T) completion tokens, the end token included
-    rollout_logprobs: torch.Tensor  # (N, T)
-    rewards: torch.Tensor  # (N,)
-
-    def select(self, groups):
-        """Some of the groups, without the columns that none of them uses."""
-        rows = (groups[:, None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten()
-        T = int(self.mask[rows].any(0).sum())
-        rest = [x[rows, :T] for x in (self.tokens, self.mask, self.rollout_logprobs)]
-        return Batch(self.prompts[groups], self.lengths[groups], *rest, self.rewards[rows])
+TASKS = {"P: ": MAX_NEW_TOKENS, "A: ": MAX_NEW_TOKENS_ENV}  # rolled out one kind at a time, as their lengths differ
+SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
 
 
-def draw_prompts(positions, count, step, chess_format):
-    """The prompts of a step, a pure function of SEED and step: policy tasks and a share of environment tasks."""
+def draw_prompts(positions, step, chess_format):
+    """The prompts of a step, a pure function of SEED and step: some environment tasks, the rest policy tasks."""
     rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-    environment = round(count * MIX_ENV_RATIO)
-    drawn = rng.sample(positions, count)
+    environment = round(BATCH_POSITIONS * MIX_ENV_RATIO)
+    drawn = rng.sample(positions, BATCH_POSITIONS)
     return [
         tasks.environment_sample(p, rng, chess_format) if i < environment else tasks.policy_sample(p, chess_format)
         for i, p in enumerate(drawn)
     ]
 
 
-def rollout(model, samples, seed, warmup):
-    """Sample and grade G completions for each of one task's prompts: a Batch, their texts, their grades."""
-    limit = MAX_NEW_TOKENS if samples[0].prompt.startswith("P: ") else MAX_NEW_TOKENS_ENV
-    generator = torch.Generator(DEVICE).manual_seed(random.Random(seed).getrandbits(60))
-    out, texts, grades = sample_and_grade(
-        model.cast(DTYPE), samples, GROUP_SIZE, limit, TEMPERATURE, generator, TOP_K, TOP_P,
-        runaway_multiplier=RUNAWAY_PENALTY_MULTIPLIER, warmup=warmup,
-    )  # fmt: skip
-    prompts, lengths = pad_prompts([model.tokenizer.encode(sample.prompt) for sample in samples], DEVICE)
-    rewards = torch.tensor([g.reward for g in grades], device=DEVICE)
-    return Batch(prompts, lengths, out.tokens, out.mask, out.logprobs, rewards), texts, grades
-
-
-def microbatches(batch, advantages):
-    """Whole groups, the long ones together, so many that their tokens stay below MICROBATCH_TOKENS."""
-    longest = batch.mask.sum(1).view(-1, GROUP_SIZE).amax(1)  # (B,)
-    cut = []
-    for group in longest.argsort().tolist() + [None]:
-        width = 0 if group is None else GROUP_SIZE * int(longest[group]) + batch.prompts.shape[1]
-        if cut and (group is None or (len(cut) + 1) * width > MICROBATCH_TOKENS):
-            groups = torch.tensor(cut, device=DEVICE)
-            yield batch.select(groups), advantages.view(-1, GROUP_SIZE)[groups].flatten()
-            cut = []
-        cut.append(group)
+def rollout(model, samples, step):
+    """Sample and grade G completions for each prompt: a Batch for each task, and (prompt, text, grade) of each row."""
+    model = model.cast(DTYPE)
+    chance = torch.Generator().manual_seed(random.Random(f"{SEED}/{step}/chance").getrandbits(60))
+    # A prompt's completions depend on its own numbers alone, so they are the same with any number of processes.
+    noise = torch.rand(BATCH_POSITIONS, GROUP_SIZE, max(TASKS.values()), generator=chance)
+    batches, graded = [], []
+    for prefix, limit in TASKS.items():
+        mine = [i for i in range(RANK, BATCH_POSITIONS, WORLD) if samples[i].prompt.startswith(prefix)]
+        if not mine:
+            continue
+        chosen = [samples[i] for i in mine]
+        out, texts, grades = sample_and_grade(
+            model, chosen, GROUP_SIZE, limit, TEMPERATURE, None, TOP_K, TOP_P, noise[mine].flatten(0, 1).to(DEVICE),
+            runaway_multiplier=RUNAWAY_PENALTY_MULTIPLIER,
+            warmup=min(1.0, step / REWARD_WARMUP_STEPS) if REWARD_WARMUP_STEPS else 1.0,
+        )  # fmt: skip
+        prompts = pad_prompts([model.tokenizer.encode(sample.prompt) for sample in chosen], DEVICE)
+        rewards = torch.tensor([g.reward for g in grades], device=DEVICE)
+        batches.append(Batch(*prompts, out.tokens, out.mask, out.logprobs, rewards))
+        graded += zip([sample.prompt for sample in chosen for _ in range(GROUP_SIZE)], texts, grades)
+    return batches, collect(graded)
 
 
 def forward(model, batch):
@@ -155,35 +135,32 @@ def forward(model, batch):
 @torch.no_grad()
 def refer(reference, batch):
     """The reference's logprobs of a batch's completions."""
-    return forward(reference, Batch(*(x.to(REF_DEVICE) for x in batch)))[0].to(DEVICE)
+    return forward(reference, batch.to(REF_DEVICE))[0].to(DEVICE)
 
 
 def update(model, reference, optimizer, batches, kl_coef):
     """EPOCHS updates from one step's batches; metrics, with `skipped` where an update was not made."""
     rewards = gather(torch.cat([batch.rewards for batch in batches]))
-    advantages = grpo.advantages(rewards, GROUP_SIZE, SCALE_REWARDS)
-    advantages = advantages.view(WORLD, -1)[RANK].split([len(batch.rewards) for batch in batches])
-    parts = [part for pair in zip(batches, advantages) for part in microbatches(*pair)]
-    most = max(MAX_NEW_TOKENS, MAX_NEW_TOKENS_ENV)
-    normalizer = over_ranks(sum(grpo.loss_normalizer(part.mask, LOSS, most) for part, _ in parts).float())
-    sums = dict.fromkeys(("kl", "entropy", "gap", "tokens", "rows"), 0.0)
-    olds, refs, stats, losses, norms, skipped = [], [], [], [], [], 0
+    advantages = grpo.advantages(rewards, GROUP_SIZE, SCALE_REWARDS).view(WORLD, -1)[RANK]
+    shares = advantages.split([len(batch.rewards) for batch in batches])
+    batches = [batch._replace(advantages=share) for batch, share in zip(batches, shares)]
+    parts = [part for batch in batches for part in microbatches(batch, MICROBATCH_TOKENS)]
+    longest = max(TASKS.values())
+    normalizer = total(sum(grpo.loss_normalizer(part.mask, LOSS, longest) for part in parts).float())
+    olds, refs, seen, stats, losses, norms = [], [], [], [], [], []
+    skipped = 0
     for epoch in range(EPOCHS):
-        losses.append(0.0)
-        for i, (part, advantage) in enumerate(parts):
+        losses.append(torch.zeros((), device=DEVICE))
+        for i, part in enumerate(parts):
             logprobs, entropy = forward(model, part)
             if epoch == 0:  # these weights have sampled: what they say now is what the ratio is taken against
                 olds.append(logprobs.detach())
-                sums["gap"] += ((olds[i] - part.rollout_logprobs).abs() * part.mask).sum().item()
-                sums["entropy"] += (entropy.detach() * part.mask).sum().item()
-                sums["tokens"] += part.mask.sum().item()
-                sums["rows"] += len(part.mask)
-                if reference is not None:
-                    refs.append(refer(reference, part))
-                    sums["kl"] += grpo.kl(olds[i], refs[i], part.mask, "k3").sum().item()
+                refs.append(refer(reference, part) if reference is not None else olds[i])
+                gap, kl = (olds[i] - part.rollout_logprobs).abs(), grpo.kl(olds[i], refs[i], part.mask, "k3")
+                seen.append(torch.stack([x[part.mask].sum() for x in (part.mask, gap, entropy.detach(), kl)]))
             loss, stat = grpo.policy_loss(
-                logprobs, olds[i], advantage, part.mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
-                max_completion_tokens=most, normalizer=normalizer,
+                logprobs, olds[i], part.advantages, part.mask, loss=LOSS, clip_low=CLIP_RANGE,
+                clip_high=CLIP_RANGE_HIGH, max_completion_tokens=longest, normalizer=normalizer,
                 weights=grpo.importance_weights(olds[i], part.rollout_logprobs, cap=2.0),
             )  # fmt: skip
             if reference is not None:
@@ -192,79 +169,63 @@ def update(model, reference, optimizer, batches, kl_coef):
             if ENTROPY_COEF:
                 loss = loss - ENTROPY_COEF * grpo.aggregate(entropy, part.mask, LOSS, normalizer)
             loss.backward()
-            losses[-1] += loss.item()
+            losses[-1] += loss.detach()
             stats.append(stat)
         # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
         for p in model.parameters():
-            over_ranks(p.grad)
+            total(p.grad)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
-        losses[-1] = over_ranks(torch.tensor(losses[-1])).item()
-        if math.isfinite(norms[-1]) and math.isfinite(losses[-1]):
+        if math.isfinite(norms[-1]) and math.isfinite(total(losses[-1])):
             optimizer.step()
         else:
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
-    sums = {name: over_ranks(torch.tensor(value)).item() for name, value in sums.items()}
-    stats = grpo.merge_stats(stats)
+    tokens, gap, entropy, kl = total(torch.stack(seen).sum(0)).tolist()
+    stats = {name: total(value, grpo.REDUCE[name]).item() for name, value in grpo.merge_stats(stats).items()}
     metrics = {
-        "loss": sum(losses) / EPOCHS,
+        "loss": torch.stack(losses).mean().item(),
         "grad_norm": max(norms, key=lambda norm: (math.isnan(norm), norm)),
         "skipped": skipped,
+        "broken": not all(p.isfinite().all() for p in model.parameters()),  # an optimizer's state can be, too
         "frac_zero_std": grpo.zero_variance(rewards, GROUP_SIZE).float().mean().item(),
         "reward": rewards.mean().item(),
         "reward_std": rewards.std().item(),
-        "entropy": sums["entropy"] / sums["tokens"],
-        "logprob_gap": sums["gap"] / sums["tokens"],
-        "length": sums["tokens"] / sums["rows"],
-        "tokens": sums["tokens"],
-        "ratio_mean": (stats["ratio_sum"] / stats["tokens"]).item(),
-        "ratio_min": stats["ratio_min"].item(),
-        "ratio_max": stats["ratio_max"].item(),
-        "clip_low": (stats["clip_low"] / stats["tokens"]).item(),
-        "clip_high": (stats["clip_high"] / stats["tokens"]).item(),
+        "reward_max": rewards.max().item(),
+        "entropy": entropy / tokens,
+        "logprob_gap": gap / tokens,
+        "length": tokens / len(rewards),
+        "tokens": tokens,
+        "ratio_mean": stats["ratio_sum"] / stats["tokens"],
+        "ratio_min": stats["ratio_min"],
+        "ratio_max": stats["ratio_max"],
+        "clip_low": stats["clip_low"] / stats["tokens"],
+        "clip_high": stats["clip_high"] / stats["tokens"],
     }
     if reference is not None:
-        metrics |= {"kl": sums["kl"] / sums["tokens"], "kl_sequence": sums["kl"] / sums["rows"]}
+        metrics |= {"kl": kl / tokens, "kl_sequence": kl / len(rewards)}
     return metrics
-
-
-def over_ranks(tensor):
-    """The tensor's sum over all processes, in place."""
-    if WORLD > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def gather(tensor):
-    """The tensors of all processes, one after the other."""
-    if WORLD == 1:
-        return tensor
-    parts = [torch.empty_like(tensor) for _ in range(WORLD)]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The guard
 
 
-def first_look(model, reference, batches, grades):
+@torch.no_grad()
+def first_look(model, reference, batches, graded):
     """Before step 1 policy, sampler and reference are one function, and the model speaks the language; or no run."""
     gap = kl = tokens = 0.0
-    for part, _ in [part for batch in batches for part in microbatches(batch, batch.rewards)]:
-        with torch.no_grad():
-            logprobs = forward(model, part)[0]
-            gap += ((logprobs - part.rollout_logprobs).abs() * part.mask).sum().item()
-            tokens += part.mask.sum().item()
-            if reference is not None:
-                kl += grpo.kl(logprobs, refer(reference, part), part.mask, "k3").sum().item()
+    for part in [part for batch in batches for part in microbatches(batch, MICROBATCH_TOKENS)]:
+        logprobs = forward(model, part)[0]
+        gap += (logprobs - part.rollout_logprobs)[part.mask].abs().sum().item()
+        tokens += part.mask.sum().item()
+        if reference is not None:
+            kl += grpo.kl(logprobs, refer(reference, part), part.mask, "k3").sum().item()
     if not gap / tokens < (1e-3 if DTYPE == torch.float32 else 0.05):
-        stop(
-            f"sampling and training disagree by {gap / tokens:.4f} nats a token before any update: NaN weights, or a bug."
-        )
+        stop(f"sampling and training disagree by {gap / tokens:.4f} nats a token before any update, where only a bug "
+             "or NaN in the weights can be the reason.")  # fmt: skip
     if not kl / tokens < 1e-5:
         stop(f"KL to the reference is {kl / tokens:.5f} before any update, so the reference is not the start model.")
-    structure = mean_parts(grades)["structure"]
+    structure = mean_parts([grade for _, _, grade in graded])["structure"]
     if structure < 0.2:
         stop(
             f"only {structure:.0%} of the first completions have the structure of an answer, so MODEL={MODEL} does not "
@@ -276,20 +237,22 @@ def stop(message):
     sys.exit(f"error: {message}")
 
 
-def peak_memory():
-    """In GB: of the GPU, or of this process."""
-    if DEVICE == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Set-up and loop
 
 
-def look(model, tests):
-    """Held-out skill, greedy and as sampled in training."""
-    return skill(model.cast(DTYPE), tests, (0.0, TEMPERATURE), max(MAX_NEW_TOKENS, MAX_NEW_TOKENS_ENV))
+def look(model, tests, step, out):
+    """Held-out skill, greedy and as sampled in training; the completions of a few positions go to samples.jsonl."""
+    twin, limit = model.cast(DTYPE), max(TASKS.values())
+    with open(out / "samples.jsonl", "a") as file:
+        for prefix, count in (("P: ", 16), ("A: ", 8)):
+            chosen = [sample for sample in tests if sample.prompt.startswith(prefix)][:count]
+            generator = torch.Generator(DEVICE).manual_seed(SEED)
+            texts, grades = answers(twin, chosen, TEMPERATURE, generator, limit) if chosen else ([], [])
+            for sample, text, grade in zip(chosen, texts, grades):
+                row = {"step": step, "task": prefix[0], "prompt": sample.prompt, "completion": text}
+                file.write(json.dumps(row | {"labels": sample.labels, **grade._asdict()}) + "\n")
+    return skill(twin, tests, (0.0, TEMPERATURE), limit)
 
 
 def learning_rate(step):
@@ -316,21 +279,18 @@ def save(model, optimizer, step, trainer):
 def main():
     global DTYPE
     finish()
-    if WORLD > 1:
-        if DEVICE == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     if BATCH_POSITIONS % WORLD:
         stop(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among NPROC={WORLD} processes.")
     if KL_TARGET and not KL_COEF:
         stop("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
+    parallel.start(DEVICE)
     DTYPE = fastest_dtype(DEVICE) if DTYPE == "auto" else getattr(torch, DTYPE)
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
-    say = print if RANK == 0 else lambda *a, **k: None
 
+    # Model, reference, optimizer
     model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
-    reference = copy.deepcopy(model).cast(DTYPE).to(REF_DEVICE) if KL_COEF else None
+    reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -339,73 +299,59 @@ def main():
         for each in filter(None, (model, reference)):
             each.score = torch.compile(each.score, dynamic=True)
 
+    # Positions
     positions, held_out = data.split(data.load(DATA))
     if len(positions) < BATCH_POSITIONS:
         stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
     chess_format = model.config.chess_format
     tests = ask(held_out, EVAL_POSITIONS, chess_format)
-    out = Path(OUT_DIR)
+    out, lead = Path(OUT_DIR), RANK == 0
     if any(out.glob("step-*")):
         stop(f"OUT_DIR={out} holds another run; name another folder, or delete that one.")
-    if RANK == 0:
+    columns = {}
+    if lead:
         out.mkdir(parents=True, exist_ok=True)
         (out / "settings.json").write_text(json.dumps(values(), indent=2))
-    log = open(out / "metrics.jsonl", "w") if RANK == 0 else None
-    report = reporter(REPORT_TO if RANK == 0 else "none", RUN_NAME, OUT_DIR, values())
-    parameters = sum(p.numel() for p in model.parameters())
-    say(f"{MODEL}: {parameters / 1e6:.1f}M parameters, {chess_format} format, {len(positions)} positions to train on, "
-        f"{DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
+        (out / "run.json").write_text(json.dumps(describe(DEVICE, DTYPE), indent=2))
+        (out / "samples.jsonl").unlink(missing_ok=True)
+        log, report = open(out / "metrics.jsonl", "w"), reporter(REPORT_TO, RUN_NAME, OUT_DIR, values())
+        print(f"{MODEL}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {chess_format} format, "
+              f"{len(positions)} positions to train on, {DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
+        columns["before"] = look(model, tests, 0, out)
 
-    columns = {}
-    if RANK == 0:
-        columns["before"] = look(model, tests)
     past, kl_coef, lr_factor, in_a_row, rollbacks = [], KL_COEF, 1.0, 0, 0
     good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     started = time.time()
     for step in range(STEPS):
-        seconds, clock = {}, time.time()
-
         # Prompts, completions, rewards
-        samples = draw_prompts(positions, BATCH_POSITIONS, step, chess_format)[RANK::WORLD]
-        warmup = min(1.0, step / REWARD_WARMUP_STEPS) if REWARD_WARMUP_STEPS else 1.0
-        batches, texts, grades, parts = [], [], [], {}
-        for prefix in TASKS:
-            chosen = [sample for sample in samples if sample.prompt.startswith(prefix)]
-            if chosen:
-                batch, said, graded = rollout(model, chosen, f"{SEED}/{step}/{RANK}/{prefix}", warmup)
-                batches.append(batch)
-                texts += zip([sample.prompt for sample in chosen for _ in range(GROUP_SIZE)], said, graded)
-                grades += graded
-                parts |= {prefix[0] + "/" + name: value for name, value in mean_parts(graded).items()}
+        clock = time.time()
+        batches, graded = rollout(model, draw_prompts(positions, step, chess_format), step)
         if step == 0:
-            first_look(model, reference, batches, grades)
-        seconds["rollout"], clock = time.time() - clock, time.time()
+            first_look(model, reference, batches, graded)
+        rollout_seconds, clock = time.time() - clock, time.time()
 
         # Advantages, loss, gradients, guard, optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step) * lr_factor
         warm_kl = kl_coef * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
+        snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         metrics = update(model, reference, optimizer, batches, warm_kl)
-        seconds["update"] = time.time() - clock
+        update_seconds = time.time() - clock
         if KL_TARGET:
             kl_coef = grpo.adapt_kl_coef(kl_coef, metrics["kl"], KL_TARGET)
 
         # What happened
-        both = mean_parts(grades)
-        metrics |= parts | {
+        metrics |= parts_by_task(graded) | {
             "step": step + 1,
             "lr": learning_rate(step) * lr_factor,
             "kl_coef": warm_kl,
-            "reward_max": max(g.reward for g in grades),
-            "structure": both["structure"],
-            "runaway": both["runaway"],
-            "seconds": {name: round(value, 3) for name, value in seconds.items()},
-            "tokens_per_second": metrics["tokens"] / sum(seconds.values()),
-            "peak_memory_gb": peak_memory(),
+            "seconds": {"rollout": round(rollout_seconds, 3), "update": round(update_seconds, 3)},
+            "tokens_per_second": metrics["tokens"] / (rollout_seconds + update_seconds),
+            "peak_memory_gb": peak_memory(DEVICE),
         }
         metrics["state"], metrics["advice"] = diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
         past.append(metrics)
-        if RANK == 0:
+        if lead:
             log.write(json.dumps(metrics) + "\n")
             log.flush()
             report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step + 1)
@@ -413,34 +359,34 @@ def main():
 
         # The way back: after updates that could not be made, or too far from the reference
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
-        if in_a_row >= MAX_CONSECUTIVE_NANS or metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD:
+        if metrics["broken"] or in_a_row >= MAX_CONSECUTIVE_NANS or metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD:
             rollbacks += 1
             if rollbacks == 3:
                 stop(f"the run failed a third time; {metrics['advice']}.")
             model.load_state_dict(good[0])
             optimizer.load_state_dict(copy.deepcopy(good[1]))
             lr_factor, in_a_row = lr_factor * RECOVERY_LR_FACTOR, 0
-            say(f"back to the last good state, with the learning rate times {lr_factor:g}: {metrics['advice']}")
-        elif not metrics["skipped"] and (step + 1) % 10 == 0:
-            good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if lead:
+                print(f"back to the last good state, with the learning rate times {lr_factor:g}: {metrics['advice']}")
+        elif snapshot and not metrics["skipped"]:
+            good = snapshot  # its completions and their KL have just been seen to be sound
 
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
-            reference.load_state_dict(model.state_dict())
-        if RANK == 0 and EVAL_EVERY and (step + 1) % EVAL_EVERY == 0 and step + 1 < STEPS:
-            columns[f"step {step + 1}"] = look(model, tests)
+            reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE)
+        if lead and EVAL_EVERY and (step + 1) % EVAL_EVERY == 0 and step + 1 < STEPS:
+            columns[f"step {step + 1}"] = look(model, tests, step + 1, out)
             print(table(columns))
-            show(texts)
-        if RANK == 0 and ((step + 1) % SAVE_EVERY == 0 or step + 1 == STEPS):
+            show(graded)
+        if lead and ((step + 1) % SAVE_EVERY == 0 or step + 1 == STEPS):
             save(model, optimizer, step + 1, {"kl_coef": kl_coef, "lr_factor": lr_factor})
-    if RANK == 0:
-        columns["after"] = look(model, tests)
+    if lead:
+        columns["after"] = look(model, tests, STEPS, out)
         print(table(columns))
         (out / "skill.json").write_text(json.dumps(columns, indent=2))
         model.save(out / "model")
         plot(out)
         print(f"{out}/model is the trained model, {out}/curves.png how it went.")
-    if WORLD > 1:
-        dist.destroy_process_group()
+    parallel.finish()
 
 
 if __name__ == "__main__":
