@@ -8,23 +8,22 @@ follow one numerical path. Names and sizes are GPT-2's own (Radford et al., 2019
 import json
 import math
 import os
-import pickle
-import re
 import shutil
 import tempfile
 import time
-import zipfile
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from tokenizer import TOKENIZER_FILES, LoadError, Tokenizer, has_tokenizer, read_json
+from folder import fetch, read_weights
+from tokenizer import LoadError, Tokenizer, has_tokenizer, read_json
+
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
 @dataclass
@@ -338,32 +337,6 @@ def fastest_dtype(device):
     return min(seconds, key=seconds.get)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face folders
-
-UNREADABLE = (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError)
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
-
-
-def fetch(source):
-    """The folder of a model: `source` itself, or the hub's files in the local cache."""
-    if os.path.isdir(source):
-        return Path(source)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
-        raise LoadError(f"{source}: there is no such folder, and it is no hub id (owner/name).")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
-    try:
-        folder = Path(snapshot_download(source, allow_patterns=patterns))
-        if not any(folder.glob("model*.safetensors")):
-            folder = Path(snapshot_download(source, allow_patterns=[*patterns, "pytorch_model.bin"]))
-    except Exception as error:  # offline, unknown, private, full disk: the hub has many ways to say no
-        reason = str(error).strip().split("\n")[0]
-        raise LoadError(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {reason}")
-    return folder
-
-
 def read_config(folder):
     content = read_json(folder / "config.json")
     fixed = {
@@ -390,38 +363,3 @@ def read_config(folder):
     if config.n_embd % config.n_head:
         raise LoadError(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
     return config
-
-
-def read_weights(folder):
-    """All tensors by name, from one safetensors file, from several, or from pytorch_model.bin without its code."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists():
-        names = ["model.safetensors"]
-    elif index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise LoadError(f"{index}: its weight_map does not map tensors to files.")
-        names = sorted(set(shards.values()))
-        for name in names:
-            if Path(name).name != name:
-                raise LoadError(f"{index}: {name!r} points out of the folder.")
-    elif (folder / "pytorch_model.bin").exists():
-        names = ["pytorch_model.bin"]
-    else:
-        raise LoadError(f"{folder}: there are no weights (model.safetensors or pytorch_model.bin).")
-    weights = {}
-    for name in names:
-        try:
-            if name.endswith(".bin"):
-                tensors = torch.load(folder / name, map_location="cpu", weights_only=True)
-            else:
-                tensors = load_file(folder / name)
-        except FileNotFoundError:
-            raise LoadError(f"{folder}: {name} is missing, though the index names it.")
-        except UNREADABLE as error:
-            reason = str(error).strip().split("\n")[0]
-            raise LoadError(f"{folder}/{name}: damaged or not a file of weights ({type(error).__name__}: {reason})")
-        if not isinstance(tensors, dict) or not all(torch.is_tensor(t) for t in tensors.values()):
-            raise LoadError(f"{folder}/{name}: a dictionary of tensors is expected.")
-        weights.update(tensors)
-    return weights

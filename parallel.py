@@ -15,6 +15,12 @@ def start(device):
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 
 
+def wait():
+    """Until all processes are here."""
+    if WORLD > 1:
+        dist.barrier()
+
+
 def finish():
     if WORLD > 1:
         dist.destroy_process_group()

@@ -68,3 +68,12 @@ def finish():
 
 def values():
     return {name: value for name, (_, _, value) in KNOWN.items()}
+
+
+def compare(old, say):
+    """Settings that a stopped run goes on with: those that would make it another run are refused, others listed."""
+    for name, value in values().items():
+        if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
+            if name in ("MODEL", "DATA", "SEED"):
+                refuse(f"this run was started with {name}={old[name]}; use that again, or start over with FRESH=1.")
+            say(f"{name} was {old[name]} and is now {value}")

@@ -3,6 +3,7 @@
 train.py looks at held-out positions with it before, during and after a run; tools/evaluate.py builds its tables on it.
 """
 
+import json
 import math
 import random
 
@@ -76,6 +77,20 @@ def skill(model, samples, temperatures=(0.0, 1.0), limit=LIMIT):
                 if values:
                     result[f"{NAMES[prefix]} {name} T={temperature:g}"] = interval(values)
     return result
+
+
+def look(model, tests, temperature, limit, file, dtype, step):
+    """Held-out skill, greedy and as sampled in training; `file` gets the completions of a few positions, too."""
+    twin = model.cast(dtype)
+    with open(file, "a") as samples:
+        for prefix, count in (("P: ", 16), ("A: ", 8)):
+            chosen = [sample for sample in tests if sample.prompt.startswith(prefix)][:count]
+            generator = torch.Generator(model.wte.weight.device).manual_seed(0)
+            texts, grades = answers(twin, chosen, temperature, generator, limit)
+            for sample, text, g in zip(chosen, texts, grades):
+                row = {"step": step, "task": prefix[0], "prompt": sample.prompt, "completion": text}
+                samples.write(json.dumps(row | {"labels": sample.labels, **g._asdict()}) + "\n")
+    return skill(twin, tests, (0.0, temperature), limit)
 
 
 def interval(values, counts=None):

@@ -6,35 +6,38 @@ STEPS=50 LR=3e-5 ./train.sh             settings from the environment
 """
 
 import copy
+import functools
 import json
 import math
-import os
 import random
-import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+import checkpoint
 import data
 import grpo
 import parallel
 import tasks
 from batch import Batch, microbatches
+from engine import LiveLabels
 from model import GPT, fastest_dtype
 from monitor import describe, diagnose, parts_by_task, peak_memory, progress_line, reporter, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
-from settings import finish, setting, values
-from skill import answers, ask, mean_parts, sample_and_grade, skill, table
+from settings import compare, finish, setting, values
+from skill import ask, look, mean_parts, sample_and_grade, table
 from tokenizer import LoadError
 from tools.curves import plot
+from tools.report import write as write_report
 
 # fmt: off
 MODEL                   = setting("MODEL", "weights/tiny", "the model to train: a Hugging Face folder or a hub id")
 DATA                    = setting("DATA", "builtin", "where positions come from: builtin, a file (own lines, RookWorld's, FEN, EPD, PGN), or hub:...")
-OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and curves.png")
+OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
+FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "decides positions and samples: step n draws the same in every run")
 DEVICE                  = setting("DEVICE", "cuda" if torch.cuda.is_available() else "cpu", "where to train")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32", one_of=("auto", "float32", "bfloat16"))
@@ -241,20 +244,6 @@ def stop(message):
 # Set-up and loop
 
 
-def look(model, tests, step, out):
-    """Held-out skill, greedy and as sampled in training; the completions of a few positions go to samples.jsonl."""
-    twin, limit = model.cast(DTYPE), max(TASKS.values())
-    with open(out / "samples.jsonl", "a") as file:
-        for prefix, count in (("P: ", 16), ("A: ", 8)):
-            chosen = [sample for sample in tests if sample.prompt.startswith(prefix)][:count]
-            generator = torch.Generator(DEVICE).manual_seed(SEED)
-            texts, grades = answers(twin, chosen, TEMPERATURE, generator, limit) if chosen else ([], [])
-            for sample, text, grade in zip(chosen, texts, grades):
-                row = {"step": step, "task": prefix[0], "prompt": sample.prompt, "completion": text}
-                file.write(json.dumps(row | {"labels": sample.labels, **grade._asdict()}) + "\n")
-    return skill(twin, tests, (0.0, TEMPERATURE), limit)
-
-
 def learning_rate(step):
     if step < WARMUP_STEPS:
         return LR * (step + 1) / WARMUP_STEPS
@@ -262,22 +251,8 @@ def learning_rate(step):
     return LR * {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[LR_SCHEDULE]
 
 
-def save(model, optimizer, step, trainer):
-    """OUT_DIR/step-N: a Hugging Face folder and what the trainer needs to go on; it appears whole or not at all."""
-    folder = Path(OUT_DIR, f"step-{step:06d}")
-    temporary = folder.with_name(f".{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save(temporary)
-    trainer = {"optimizer": optimizer.state_dict(), "step": step, "settings": values(), **trainer}
-    torch.save(trainer, temporary / "trainer.pt")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(temporary, folder)
-    for old in sorted(Path(OUT_DIR).glob("step-*"))[:-KEEP_CHECKPOINTS]:
-        shutil.rmtree(old)
-
-
 def main():
-    global DTYPE
+    global DTYPE, MICROBATCH_TOKENS
     finish()
     if BATCH_POSITIONS % WORLD:
         stop(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among NPROC={WORLD} processes.")
@@ -288,63 +263,93 @@ def main():
     torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
 
-    # Model, reference, optimizer
+    # Positions, model, reference, optimizer
     model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
+    chess_format = model.config.chess_format
+    positions, held_out = data.split(data.load(DATA))
+    if len(positions) < BATCH_POSITIONS:
+        stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
+    label = LiveLabels()
+    tests = label(ask(held_out, EVAL_POSITIONS, chess_format))
     reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=DEVICE == "cuda")
     if COMPILE:  # what training calls; decoding has its own captured graphs
-        for each in filter(None, (model, reference)):
-            each.score = torch.compile(each.score, dynamic=True)
+        model.score = torch.compile(model.score, dynamic=True)
 
-    # Positions
-    positions, held_out = data.split(data.load(DATA))
-    if len(positions) < BATCH_POSITIONS:
-        stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
-    chess_format = model.config.chess_format
-    tests = ask(held_out, EVAL_POSITIONS, chess_format)
     out, lead = Path(OUT_DIR), RANK == 0
-    if any(out.glob("step-*")):
-        stop(f"OUT_DIR={out} holds another run; name another folder, or delete that one.")
-    columns = {}
+    see = functools.partial(look, model, tests, TEMPERATURE, max(TASKS.values()), out / "samples.jsonl", DTYPE)
+
+    # Where the run stands: at its beginning, or where it was stopped. `state` is what a step leaves to the next one.
+    say = functools.partial(print, flush=True) if lead else lambda *_: None
+    state = {
+        "step": 0,
+        "kl_coef": KL_COEF,
+        "lr_factor": 1.0,
+        "in_a_row": 0,
+        "rollbacks": 0,
+        "skill": {},
+        "best": (-1.0, 0),
+    }
+    state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     if lead:
-        out.mkdir(parents=True, exist_ok=True)
+        hold = checkpoint.lock(out)
+        if FRESH:
+            checkpoint.clear(out)
+    parallel.wait()
+    if found := checkpoint.load(out, say):
+        folder, state = found
+        compare(state["settings"], say)
+        model.load_state_dict(GPT.load(folder).state_dict())
+        optimizer.load_state_dict(state["optimizer"])
+        if "reference" in state:
+            reference.load_state_dict(state["reference"])
+        say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
+    past = checkpoint.rewind(out / "metrics.jsonl", state["step"]) if lead else []
+    if lead:
+        checkpoint.rewind(out / "samples.jsonl", state["step"] if state["skill"] else -1)
         (out / "settings.json").write_text(json.dumps(values(), indent=2))
         (out / "run.json").write_text(json.dumps(describe(DEVICE, DTYPE), indent=2))
-        (out / "samples.jsonl").unlink(missing_ok=True)
-        log, report = open(out / "metrics.jsonl", "w"), reporter(REPORT_TO, RUN_NAME, OUT_DIR, values())
-        print(f"{MODEL}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {chess_format} format, "
-              f"{len(positions)} positions to train on, {DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
-        columns["before"] = look(model, tests, 0, out)
+        log, report = open(out / "metrics.jsonl", "a"), reporter(REPORT_TO, RUN_NAME, OUT_DIR, values())
+    say(f"{MODEL}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {chess_format} format, "
+        f"{len(positions)} positions to train on, {DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
+    if lead and "before" not in state["skill"]:
+        state["skill"]["before"] = see(0)
 
-    past, kl_coef, lr_factor, in_a_row, rollbacks = [], KL_COEF, 1.0, 0, 0
-    good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    started = time.time()
-    for step in range(STEPS):
+    stopping = checkpoint.leave_after_this_step()
+    started, first = time.time(), state["step"]
+    for step in range(first, STEPS):
         # Prompts, completions, rewards
         clock = time.time()
-        batches, graded = rollout(model, draw_prompts(positions, step, chess_format), step)
+        batches, graded = rollout(model, label(draw_prompts(positions, step, chess_format)), step)
         if step == 0:
             first_look(model, reference, batches, graded)
         rollout_seconds, clock = time.time() - clock, time.time()
 
         # Advantages, loss, gradients, guard, optimizer
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step) * lr_factor
-        warm_kl = kl_coef * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
+            group["lr"] = learning_rate(step) * state["lr_factor"]
+        kl_coef = state["kl_coef"] * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
         snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        metrics = update(model, reference, optimizer, batches, warm_kl)
+        try:
+            metrics = update(model, reference, optimizer, batches, kl_coef)
+        except torch.OutOfMemoryError:  # in the first epoch, if at all: no step has been made yet
+            optimizer.zero_grad(set_to_none=True)
+            MICROBATCH_TOKENS //= 2
+            say(f"out of memory; once more with MICROBATCH_TOKENS={MICROBATCH_TOKENS}")
+            metrics = update(model, reference, optimizer, batches, kl_coef)
         update_seconds = time.time() - clock
         if KL_TARGET:
-            kl_coef = grpo.adapt_kl_coef(kl_coef, metrics["kl"], KL_TARGET)
+            state["kl_coef"] = grpo.adapt_kl_coef(state["kl_coef"], metrics["kl"], KL_TARGET)
 
         # What happened
         metrics |= parts_by_task(graded) | {
             "step": step + 1,
-            "lr": learning_rate(step) * lr_factor,
-            "kl_coef": warm_kl,
+            "lr": learning_rate(step) * state["lr_factor"],
+            "kl_coef": kl_coef,
+            "engine_failures": label.failures,
             "seconds": {"rollout": round(rollout_seconds, 3), "update": round(update_seconds, 3)},
             "tokens_per_second": metrics["tokens"] / (rollout_seconds + update_seconds),
             "peak_memory_gb": peak_memory(DEVICE),
@@ -355,42 +360,52 @@ def main():
             log.write(json.dumps(metrics) + "\n")
             log.flush()
             report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step + 1)
-            print(progress_line(metrics, STEPS, (time.time() - started) / (step + 1) * (STEPS - step - 1)), flush=True)
+        say(progress_line(metrics, STEPS, (time.time() - started) / (step + 1 - first) * (STEPS - step - 1)))
 
         # The way back: after updates that could not be made, or too far from the reference
-        in_a_row = in_a_row + 1 if metrics["skipped"] else 0
-        if metrics["broken"] or in_a_row >= MAX_CONSECUTIVE_NANS or metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD:
-            rollbacks += 1
-            if rollbacks == 3:
+        state["in_a_row"] = state["in_a_row"] + 1 if metrics["skipped"] else 0
+        gone = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
+        if metrics["broken"] or gone or state["in_a_row"] >= MAX_CONSECUTIVE_NANS:
+            state["rollbacks"] += 1
+            if state["rollbacks"] == 3:
                 stop(f"the run failed a third time; {metrics['advice']}.")
-            model.load_state_dict(good[0])
-            optimizer.load_state_dict(copy.deepcopy(good[1]))
-            lr_factor, in_a_row = lr_factor * RECOVERY_LR_FACTOR, 0
-            if lead:
-                print(f"back to the last good state, with the learning rate times {lr_factor:g}: {metrics['advice']}")
+            model.load_state_dict(state["good"][0])
+            optimizer.load_state_dict(copy.deepcopy(state["good"][1]))
+            state |= {"lr_factor": state["lr_factor"] * RECOVERY_LR_FACTOR, "in_a_row": 0}
+            say(f"back to the last good state, with LR times {state['lr_factor']:g}: {metrics['advice']}")
         elif snapshot and not metrics["skipped"]:
-            good = snapshot  # its completions and their KL have just been seen to be sound
-
+            state["good"] = snapshot  # its completions and their KL have just been seen to be sound
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
             reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE)
-        if lead and EVAL_EVERY and (step + 1) % EVAL_EVERY == 0 and step + 1 < STEPS:
-            columns[f"step {step + 1}"] = look(model, tests, step + 1, out)
-            print(table(columns))
+
+        # Held-out skill, a checkpoint, the end
+        state["step"], last = step + 1, step + 1 == STEPS
+        leaving = total(torch.tensor(float(len(stopping)))) > 0
+        if lead and (last or EVAL_EVERY and (step + 1) % EVAL_EVERY == 0):
+            seen = see(step + 1)
+            state["skill"]["after" if last else f"step {step + 1}"] = seen
+            (out / "skill.json").write_text(json.dumps(state["skill"], indent=2))
+            reward = seen[f"policy reward T={TEMPERATURE:g}"][0] + seen[f"environment reward T={TEMPERATURE:g}"][0]
+            state["best"] = max(state["best"], (reward, step + 1))
             show(graded)
-        if lead and ((step + 1) % SAVE_EVERY == 0 or step + 1 == STEPS):
-            save(model, optimizer, step + 1, {"kl_coef": kl_coef, "lr_factor": lr_factor})
+            print(table(state["skill"]), flush=True)
+        if lead and ((step + 1) % SAVE_EVERY == 0 or last or leaving):
+            extra = {"reference": reference.state_dict()} if reference is not None and REF_UPDATE_EVERY else {}
+            extra |= {"optimizer": optimizer.state_dict(), "settings": values()}
+            checkpoint.save(out, model, state | extra, KEEP_CHECKPOINTS)
+        if leaving and not last:
+            say(f"stopped after step {step + 1}; the same command goes on from there.")
+            sys.exit(128 + (stopping or [0])[0])
     if lead:
-        columns["after"] = look(model, tests, STEPS, out)
-        print(table(columns))
-        (out / "skill.json").write_text(json.dumps(columns, indent=2))
         model.save(out / "model")
         plot(out)
-        print(f"{out}/model is the trained model, {out}/curves.png how it went.")
+        print(f"{out}/model is the trained model, {write_report(out)} shows how it went.")
+        hold.close()
     parallel.finish()
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (LoadError, data.DataError) as error:
+    except (LoadError, data.DataError, checkpoint.CheckpointError) as error:
         stop(str(error))

@@ -18,6 +18,26 @@ def test_intervals_are_the_usual_ones():
     assert mean == pytest.approx(numpy.mean(values))
     assert half == pytest.approx(1.96 * numpy.std(values, ddof=1) / numpy.sqrt(len(values)))
     assert skill.interval([1.0]) == (1.0, 0.0)
+    assert skill.interval(values, [1] * 6) == skill.interval(values)
+
+
+def test_the_interval_of_a_ratio_holds_what_it_says():
+    """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
+    rng, held = numpy.random.default_rng(0), 0
+    for _ in range(400):
+        moves = rng.integers(1, 60, 80)
+        illegal = rng.binomial(moves, 0.1)
+        share, half = skill.interval(illegal.tolist(), moves.tolist())
+        assert share == pytest.approx(illegal.sum() / moves.sum())
+        held += abs(share - 0.1) <= half
+    assert 360 <= held <= 395
+
+
+def test_positions_without_labels_are_asked_and_finished_games_are_not():
+    playable = tasks.Position("6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1", (), ())
+    mated = tasks.Position("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1", (), ())
+    prompts = [sample.prompt[:3] for sample in skill.ask([playable, mated], 2, "expanded")]
+    assert prompts == ["P: ", "A: ", "A: "]
 
 
 def test_skill_is_the_mean_of_what_the_completions_earn(byte_model, monkeypatch):

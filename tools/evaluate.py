@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 import data
 import tasks
+from engine import MATE, Engine, EngineError, find_stockfish
 from model import GPT, fastest_dtype
 from rewards import distance, read_policy
 from skill import answers, ask, interval
 from tokenizer import LoadError
 from tools import games
-from tools.label import MATE, Engine, EngineError, find_stockfish
 from tools.mates import find_mates, read_bigbench
 
 NODES = 6000  # for a move that has no label: as many as the embedded labels had
@@ -227,9 +227,9 @@ def table(sizes, columns):
 
 def show(names, sizes, skills, change):
     published = {"RookWorld-LM 124M": PUBLISHED}
-    title = {t: f"T={t:g}" if t else "greedy" for t in sizes}
+    title = {t: "greedy" if t == "T=0" else t for t in sizes}
     if change is None:
-        print(table(sizes[0.0], {title[t]: skills[0][t] for t in sizes} | published))
+        print(table(sizes["T=0"], {title[t]: skills[0][t] for t in sizes} | published))
         return
     for t in sizes:
         columns = {"A": skills[0][t], "B": skills[1][t], "B - A": change[t]}
@@ -295,7 +295,7 @@ def main():
         measured.append({})
         for temperature in dict.fromkeys((0.0, a.temperature)):
             sections, pgns = measure(model, name, a, held_out, mates, engine, temperature)
-            measured[-1][temperature] = sections
+            measured[-1][f"T={temperature:g}"] = sections
             played += pgns
     skills = [figures(figure, m) for m in measured]
     change = figures(difference, *measured) if len(models) == 2 else None

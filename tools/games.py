@@ -12,9 +12,9 @@ import numpy as np
 from tqdm import tqdm
 
 import tasks
+from engine import Engine, find_stockfish
 from rewards import read_environment, read_policy
 from skill import answers
-from tools.label import Engine, find_stockfish
 
 LONGEST = 200  # half-moves; RookWorld-LM's games against itself last 36
 NODES = 10_000  # of Stockfish for a move

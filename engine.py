@@ -1,0 +1,142 @@
+"""Stockfish as the judge of moves: a process that labels positions, and labels for the positions that lack them."""
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+
+import chess
+
+import tasks
+
+CANDIDATES = 5
+MATE = 100000  # mate in n is worth ±(MATE - n) centipawns
+
+
+class EngineError(Exception):
+    """The message says what the engine did."""
+
+
+def find_stockfish():
+    """The path of the program; without one, exit with a sentence."""
+    path = os.environ.get("STOCKFISH_PATH")
+    if path and not shutil.which(path):
+        sys.exit(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
+    path = path or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
+    if not path:
+        sys.exit("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program.")
+    return path
+
+
+class Engine:
+    """A Stockfish process. One thread and a fixed number of nodes: the same question has the same answer."""
+
+    SILENCE = 60  # seconds after which the engine counts as stuck
+
+    def __init__(self, path):
+        pipe = subprocess.PIPE
+        try:
+            self.process = subprocess.Popen([path], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+        except OSError as error:
+            raise EngineError(f"cannot be started ({error.strerror})") from None
+        self.unread = b""
+        self.send("uci")
+        names = [line[8:] for line in self.answer("uciok") if line.startswith("id name ")]
+        self.name = names[0] if names else "unknown"
+        options = "Threads value 1", "Hash value 16", f"MultiPV value {CANDIDATES}"
+        self.send(*(f"setoption name {option}" for option in options))
+
+    def send(self, *commands):
+        try:
+            self.process.stdin.write("".join(f"{command}\n" for command in commands).encode())
+        except OSError:
+            raise EngineError("died") from None
+
+    def answer(self, last):
+        """Yields the engine's lines up to the one that begins with `last`."""
+        line = ""
+        while not line.startswith(last):
+            while b"\n" not in self.unread:
+                if not select.select([self.process.stdout], [], [], self.SILENCE)[0]:
+                    raise EngineError(f"said nothing for {self.SILENCE} seconds")
+                read = os.read(self.process.stdout.fileno(), 1 << 16)
+                if not read:
+                    raise EngineError("died")
+                self.unread += read
+            line, self.unread = self.unread.split(b"\n", 1)
+            line = line.decode("utf-8", "replace").strip()
+            yield line
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
+
+    def search(self, board, nodes):
+        """The best moves as ((uci, centipawns), ...), best first, from the side to move's view.
+
+        They are those of the last depth that was finished for all of them. When the nodes run out in the middle of a
+        depth, the engine reports some moves at this depth and the others at the one before; such evaluations cannot be
+        compared, and the first move is then often not the one with the highest.
+        """
+        legal = {move.uci() for move in board.legal_moves}
+        count = min(CANDIDATES, len(legal))
+        self.send(f"position fen {board.fen()}", f"go nodes {nodes}")
+        report, finished = [], []
+        for match in filter(None, map(self.INFO.match, self.answer("bestmove"))):
+            depth, rank, unit, score, bound, move = match.groups()
+            if rank == "1":
+                report = []
+            score = int(score)
+            score = score if unit == "cp" else MATE - score if score > 0 else -MATE - score
+            report.append((depth, bound, move, score))
+            if len(report) == count and not bound and len({line[:2] for line in report}) == 1:
+                finished = report
+        if not finished and report and nodes < 10**6:  # too few nodes for even the first depth
+            return self.search(board, 2 * nodes)
+        moves = tuple(line[2:] for line in finished)
+        if len(legal.intersection(uci for uci, _ in moves)) != count:
+            raise EngineError(f"gave no legal moves for {board.fen()}")
+        return tuple(sorted(moves, key=lambda move: -move[1]))
+
+
+class LiveLabels:
+    """Moves for positions without labels. An engine that dies, hangs or talks nonsense is started again; after too many
+    failures, or without an engine, such positions stay without: then only what needs no engine is graded."""
+
+    NODES = 6000  # as in the embedded positions
+    PATIENCE = 10  # failures
+
+    def __init__(self):
+        known = os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish", path=f"{os.environ['PATH']}:/usr/games")
+        self.path = find_stockfish() if known else None
+        self.engine, self.failures = None, 0
+
+    def __call__(self, samples):
+        """The same samples, policy tasks among them with labels."""
+        return [
+            s
+            if s.labels or s.prompt[0] != "P"
+            else s._replace(labels=self.search(tasks.contract(s.prompt[3:].strip())))
+            for s in samples
+        ]
+
+    def search(self, fen):
+        for _ in range(2):
+            if self.path is None or self.failures >= self.PATIENCE:
+                break
+            try:
+                self.engine = self.engine or Engine(self.path)
+                self.engine.send("ucinewgame")  # the same answer, whatever was asked before
+                return self.engine.search(chess.Board(fen), self.NODES)
+            except EngineError:
+                self.failures += 1
+                if self.engine:
+                    self.engine.close()
+                self.engine = None
+        return ()

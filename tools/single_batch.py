@@ -1,0 +1,413 @@
+"""The doctor: one batch goes the whole road with train.py's own functions, and every station on it is looked at.
+
+python -m tools.single_batch                        with the default settings
+python -m tools.single_batch MODEL=mine LR=3e-5     with others, as train.py takes them
+A station is ok, or says what is wrong and what to do. Warm-ups count as over: learning rate, KL and rewards are full.
+"""
+
+import argparse
+import copy
+import hashlib
+import json
+import math
+import os
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import data
+import grpo
+import tasks
+import train
+from batch import microbatches
+from model import GPT, fastest_dtype
+from rewards import MALFORMED, legal_moves
+from rollout import distribution
+from settings import finish, values
+from skill import NAMES, interval, mean_parts
+from tokenizer import LoadError
+
+
+class Station(NamedTuple):
+    name: str
+    ok: bool
+    sentence: str  # what is wrong and what to do; empty where all is well
+    figures: dict
+
+
+# What can be wrong with a station's figures `f`, causes before their consequences: the first that is true is said.
+# fmt: off
+WRONG = {
+    "weights": (
+        (lambda f: f["broken"],
+         "{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
+        (lambda f: f["fresh"],
+         "Every bias is 0, as in random weights that were never loaded or trained: check MODEL={MODEL}."),
+    ),
+    "prompts": (
+        (lambda f: (f["prompts"], f["environment"]) != (train.BATCH_POSITIONS, f["environment_asked"]),
+         "BATCH_POSITIONS={BATCH_POSITIONS} or MIX_ENV_RATIO={MIX_ENV_RATIO:g} do not reach what draws: hand them on."),
+        (lambda f: f["labelled"] > 1 == f["label_sets"],
+         "All {labelled} labelled positions have the same moves, those of a stub: label them with tools.label."),
+    ),
+    "completions": (
+        (lambda f: f["completions"] != f["prompts"] * train.GROUP_SIZE,
+         "{completions} came from {prompts} prompts, so GROUP_SIZE={GROUP_SIZE} does not reach what samples: hand it on."),
+        (lambda f: f["wrong_ends"],
+         "The mask of {wrong_ends} does not end with their one end token, and nothing would learn to stop: make it from "
+         "lengths, never by comparing with the padding."),
+        (lambda f: f["foreign"],
+         "The tokens of {foreign} are not the text that was graded: keep the sampled ids, do not make them from text."),
+        (lambda f: f["structure"] < 0.2 and f["nats"] > 0.8 * f["nats_of_chance"],
+         "This is random text ({nats:.1f} nats a token, as by chance): MODEL={MODEL} has random weights that were never "
+         "loaded or trained, or TEMPERATURE={TEMPERATURE:g} is too high."),
+        (lambda f: f["truncated"] > 0.2 and f["longest_answer"] > f["limit"],
+         "{truncated:.0%} are cut off at {limit} tokens, while an answer takes up to {longest_answer}: raise {setting}, "
+         "which the model's positions allow up to {room}."),
+        (lambda f: f["truncated"] > 0.2,
+         "{truncated:.0%} run on to the limit of {limit} tokens, though no answer needs more than {longest_answer}: keep "
+         "RUNAWAY_PENALTY_MULTIPLIER below 1, and pretrain with the end token."),
+        (lambda f: f["structure"] < 0.2,
+         "Only {structure:.0%} have the structure of an answer: check chess_format in config.json, or pretrain first."),
+        (lambda f: f["texts"] == f["prompts"],
+         "Each group is one text, {GROUP_SIZE} times: raise TEMPERATURE, and draw each row's chance by itself."),
+    ),
+    "rewards": (
+        (lambda f: not math.isfinite(f["mean"]),
+         "A reward is NaN or infinite: find the completion that the grader cannot read."),
+        (lambda f: f["max"] < 0,
+         "Every reward is negative, the best is {max:g}: pay for each part that is right instead of a cliff."),
+        (lambda f: f["min"] < MALFORMED - 1e-6 or f["max"] > 1 + 1e-6,
+         "They go from {min:g} to {max:g}, beyond -0.3 to 1, so that a few rows outweigh all others: scale them back."),
+        (lambda f: f["min"] > 1 - 1e-6,
+         "Every completion is perfect and nothing is left to learn: give harder positions as DATA."),
+        (lambda f: f["different"] == 1,
+         "Every reward is {max:g}, no variance and no gradient: grade in steps, and penalise by a factor, not by a cap."),
+        (lambda f: f["different"] == 2,
+         "They are binary, {min:g} or {max:g}, which leaves groups without variance: grade in steps."),
+        (lambda f: f["at_max"] > 0.5 and f["max"] < 1 - 1e-6,
+         "{at_max:.0%} of them are capped at {max:g}, which hides the better ones: penalise by a factor, not by a cap."),
+    ),
+    "logprobs": (
+        (lambda f: not math.isfinite(f["training"]),
+         "Training gives NaN or infinity from finite weights: try DTYPE=float32, then look into the forward."),
+        (lambda f: f.get("training_again", 0) > f["bound"] / 10,
+         "The training forward says something else when asked again, so dropout is on or something else in it is random: "
+         "remove it, as sampling and reference have none."),
+        (lambda f: f.get("sampling_as_set", math.inf) < f["bound"],
+         "Training leaves out TEMPERATURE={TEMPERATURE:g}, TOP_K={TOP_K} or TOP_P={TOP_P:g}: train what is sampled."),
+        (lambda f: f.get("sampling_as_plain", math.inf) < f["bound"],
+         "Sampling leaves out TEMPERATURE={TEMPERATURE:g}, TOP_K={TOP_K} or TOP_P={TOP_P:g}: hand them on to it."),
+        (lambda f: not f["gap"] < f["bound"],
+         "Sampling and training disagree by {gap:.4f} nats a token before any update: look for other weights or other "
+         "token ids on one side; if it is rounding, use DTYPE=float32."),
+    ),
+    "ratios": (
+        (lambda f: not 1 / f["bound"] < f["min"] <= f["max"] < f["bound"],
+         "They reach from {min:.4g} to {max:.4g} before any update, where all are 1: mend the logprobs; until then only "
+         "the cap of importance weights and the clip of the gradient hold the update back."),
+    ),
+    "KL": (
+        (lambda f: not f["per_token"] < 1e-5 and f["tensors_that_differ"],
+         "It is {per_token:.4g} a token before any update, and {tensors_that_differ} tensors of the reference are not the "
+         "policy's: the reference is not the start model; copy it from the policy before the first update."),
+        (lambda f: not f["per_token"] < 1e-5,
+         "It is {per_token:.4g} a token before any update, with equal weights: look for dropout, or another precision or "
+         "temperature on one side, and do not raise the threshold."),
+    ),
+    "advantages": (
+        (lambda f: f["group_mean"] > 1e-3 * max(1, f["max"]),
+         "Those of a group do not add up to 0: take them against the mean of their own group of GROUP_SIZE={GROUP_SIZE}."),
+        (lambda f: f["zero_variance"] > 0.5,
+         "{zero_variance:.0%} of the groups have zero variance and teach nothing: grade in steps, or raise TEMPERATURE "
+         "or GROUP_SIZE."),
+        (lambda f: f["amplified"] > 20,
+         "SCALE_REWARDS={SCALE_REWARDS} makes the differences of near-constant rewards {amplified:.0f} times as large, and "
+         "so noise into signal: use SCALE_REWARDS=none."),
+    ),
+    "gradient": (
+        (lambda f: f["skipped"],
+         "A loss or gradient was not finite, so the update was skipped and the weights are whole: mend what is wrong "
+         "above; if nothing is, use DTYPE=float32."),
+        (lambda f: f["norm"] == 0,
+         "It is 0, so nothing can be learnt from this batch: look at rewards and advantages."),
+        (lambda f: f["arrived"] > train.MAX_GRAD_NORM * 1.001,
+         "A norm of {arrived:.4g} reaches the optimizer, above MAX_GRAD_NORM={MAX_GRAD_NORM:g}: clip it before."),
+        (lambda f: f["without"],
+         "{without} tensors get none, so they are frozen or cut off from the loss: set requires_grad."),
+        (lambda f: f["norm"] > 10 * train.MAX_GRAD_NORM,
+         "Its norm of {norm:,.0f} is clipped to {arrived:.4g}: the weights are safe, but a few tokens decide where they go; "
+         "look at rewards, ratios and KL, or lower KL_COEF={KL_COEF:g}."),
+    ),
+    "update": (
+        (lambda f: f["broken"],
+         "It left weights that are not finite: lower LR={LR:g}."),
+        (lambda f: f["reference_moved"],
+         "The reference moved with the policy, as they share weights, and KL says nothing: make it a copy."),
+        (lambda f: f["change"] == 0,
+         "The weights did not move: look at the gradient, at LR={LR:g}, and whether the optimizer holds these weights."),
+        (lambda f: f["relative"] > 0.02,
+         "It changes the weights by {relative:.1%} of their norm: lower LR={LR:g}."),
+        (lambda f: f["clipped"] > 0.3,
+         "The clip stops {clipped:.0%} of the tokens: lower LR={LR:g} or EPOCHS={EPOCHS}."),
+    ),
+    "after": (
+        (lambda f: f["kl"] > train.KL_DIVERGENCE_THRESHOLD,
+         "One update moved the policy by a KL of {kl:.4g} a token: lower LR={LR:g}."),
+        (lambda f: f["gain"] < 0,
+         "The better completions of a group became less likely: look for a wrong sign, or lower LR={LR:g}."),
+        (lambda f: f["rise"] + f["margin"] < 0 and f["rise"] < -0.05,
+         "The reward on the same prompts fell from {before:.3f} to {after:.3f}: lower LR={LR:g}."),
+    ),
+}
+# fmt: on
+
+
+def station(name, figures):
+    sentence = next((sentence for wrong, sentence in WRONG[name.split(" ")[-1]] if wrong(figures)), "")
+    return Station(name, not sentence, sentence.format_map({**vars(train), **figures}), figures)
+
+
+def mean(x):
+    return x.mean().item()
+
+
+def norm(tensors):
+    return torch.stack([tensor.float().norm() for tensor in tensors if tensor is not None]).norm().item()
+
+
+def examine(model, reference, optimizer, positions):
+    """The stations one by one, as far as the road can be gone. `model` is updated once."""
+    step, exact = train.REWARD_WARMUP_STEPS, train.DTYPE == torch.float32  # the first step with rewards in full
+    yield station("weights", figures := weights(model))
+    if figures["broken"]:
+        return
+    samples = train.draw_prompts(positions, step, model.config.chess_format)
+    yield station("prompts", prompts(samples))
+    batches, graded = train.rollout(model, samples, step)
+    for prefix, batch in zip([p for p in train.TASKS if any(s.prompt.startswith(p) for s in samples)], batches):
+        mine = [sample for sample in samples if sample.prompt.startswith(prefix)]
+        figures = completions(model, prefix, mine, batch, [row for row in graded if row[0].startswith(prefix)])
+        yield station(f"{NAMES[prefix]} completions", figures)
+    if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
+        return
+    paid = torch.cat([batch.rewards for batch in batches])  # (N,)
+    yield station("rewards", rewards(paid))
+
+    # Before the update: one number for each token, in the order of the microbatches
+    given = grpo.advantages(paid, train.GROUP_SIZE, train.SCALE_REWARDS)  # (N,)
+    shares = given.split([len(batch.rewards) for batch in batches])
+    whole = [batch._replace(advantages=share) for batch, share in zip(batches, shares)]
+    parts = [part for batch in whole for part in microbatches(batch, train.MICROBATCH_TOKENS)]
+
+    @torch.no_grad()
+    def each(function):
+        return torch.cat([function(part)[part.mask].float() for part in parts])  # (tokens,)
+
+    def forward(part):
+        return train.forward(model, part)[0]
+
+    def under(part, *filters):  # as rollout.py has it, whatever train.forward does
+        logp = distribution(model.score(part.prompts, part.lengths, part.tokens), *filters, part.tokens)
+        return logp.gather(-1, part.tokens[..., None])[..., 0]
+
+    sampled, trained = each(lambda part: part.rollout_logprobs), each(forward)
+    gap = (trained - sampled).abs()
+    figures = {"sampling": mean(sampled), "training": mean(trained), "gap": mean(gap), "gap_max": gap.max().item()}
+    figures["bound"] = 1e-3 if exact else 0.05  # train.first_look's
+    if not figures["gap"] < figures["bound"]:  # look for the cause
+        asked = train.TEMPERATURE, train.TOP_K, train.TOP_P
+        figures["training_again"] = mean((each(forward) - trained).abs())
+        figures["sampling_as_set"] = mean((each(lambda part: under(part, *asked)) - sampled).abs())
+        figures["sampling_as_plain"] = mean((each(under) - sampled).abs())
+    yield station("logprobs", figures)
+    ratio = (trained - sampled).exp()
+    figures = {"mean": mean(ratio), "min": ratio.min().item(), "max": ratio.max().item()}
+    yield station("ratios", figures | {"bound": 1.1 if exact else 3.0})
+    if reference is not None:
+        referred = each(lambda part: train.refer(reference, part))
+        figures = {"reference": mean(referred)}
+        figures["per_token"] = mean(grpo.kl(trained, referred, torch.ones_like(trained), "k3"))
+        figures["per_sequence"] = figures["per_token"] * len(trained) / len(paid)
+        pairs = zip(model.state_dict().values(), reference.state_dict().values())
+        figures["tensors_that_differ"] = sum(
+            not torch.equal(a.to(train.REF_DEVICE, train.DTYPE), b.to(train.DTYPE)) for a, b in pairs
+        )
+        yield station("KL", figures)
+    yield station("advantages", advantages(given, paid))
+
+    # The update, watched at each parameter and at the optimizer's door
+    norms, arrived, old = {}, [], copy.deepcopy(model.state_dict())
+    kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: norms.update({name: p.grad.norm().item()}))
+    optimizer.register_step_pre_hook(lambda *_: arrived.append(norm(p.grad for p in model.parameters())))
+    metrics = train.update(model, reference, optimizer, batches, train.KL_COEF)
+    layers = defaultdict(float)
+    for name, value in norms.items():
+        layers[".".join(name.split(".")[: 2 if name.startswith("h.") else 1])] += value**2
+    figures = {"norm": metrics["grad_norm"], "arrived": max(arrived, default=math.nan), "skipped": metrics["skipped"]}
+    figures["without"] = len(old) - len(norms)
+    yield station("gradient", figures | {name: math.sqrt(square) for name, square in layers.items()})
+    change = [tensor - old[name] for name, tensor in model.state_dict().items()]
+    figures = {"lr": train.LR, "change": norm(change), "relative": norm(change) / norm(old.values())}
+    figures |= {name: metrics[name] for name in ("ratio_min", "ratio_max", "broken")}
+    figures["clipped"] = metrics["clip_low"] + metrics["clip_high"]
+    figures["reference_moved"] = any(not torch.equal(t, reference.state_dict()[name]) for name, t in kept.items())
+    yield station("update", figures)
+    if metrics["broken"]:
+        return
+    now = each(forward)
+    gain = mean((now - trained) * each(lambda part: part.advantages[:, None].expand_as(part.mask)))
+    again = torch.cat([batch.rewards for batch in train.rollout(model, samples, step)[0]])
+    rise, margin = interval((again - paid).view(-1, train.GROUP_SIZE).mean(1).tolist())
+    figures = {"before": mean(paid), "after": mean(again), "rise": rise, "margin": margin, "gain": gain}
+    yield station("after", figures | {"kl": mean(grpo.kl(trained, now, torch.ones_like(now), "k3"))})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures of the longer stations
+
+
+def weights(model):
+    state, digest = model.state_dict(), hashlib.sha256()
+    for tensor in state.values():
+        digest.update(tensor.float().cpu().contiguous().numpy())
+    return {
+        "parameters": sum(tensor.numel() for tensor in state.values()),
+        "tensors": len(state),
+        "norm": norm(state.values()),
+        "fingerprint": digest.hexdigest()[:12],
+        "broken": sum(not tensor.isfinite().all() for tensor in state.values()),
+        "fresh": not any(tensor.any() for name, tensor in state.items() if name.endswith("bias")),
+    }
+
+
+def prompts(samples):
+    asked = [sample for sample in samples if sample.prompt.startswith("A: ")]
+    labels = [frozenset(uci for uci, _ in s.labels) for s in samples if s.prompt.startswith("P: ") and s.labels]
+    return {
+        "prompts": len(samples),
+        "environment": len(asked),
+        "environment_asked": round(train.BATCH_POSITIONS * train.MIX_ENV_RATIO),
+        "labelled": len(labels),
+        "label_sets": len(set(labels)),
+    }
+
+
+def ideal_answer(sample, chess_format):
+    if sample.prompt.startswith("A: "):
+        return tasks.environment_completion(*sample.labels, chess_format)
+    moves = sample.labels or [(uci, 0) for uci in sorted(legal_moves(sample.prompt))]
+    return tasks.policy_completion(tasks.contract(sample.prompt[3:].strip()), moves[:5], chess_format)
+
+
+def completions(model, prefix, samples, batch, graded):
+    tokenizer, config = model.tokenizer, model.config
+    rows = [row[keep].tolist() for row, keep in zip(batch.tokens, batch.mask)]
+    ends = [0 if grade.parts["runaway"] else 1 for _, _, grade in graded]
+    parts = mean_parts([grade for _, _, grade in graded])
+    room = config.n_positions - max(len(tokenizer.encode(sample.prompt)) for sample in samples)
+    return {
+        "prompts": len(samples),
+        "completions": len(rows),
+        "texts": len({(prompt, text) for prompt, text, _ in graded}),
+        "tokens": sum(map(len, rows)),
+        "nats": -mean(batch.rollout_logprobs[batch.mask]),
+        "nats_of_chance": math.log(config.vocab_size),
+        "wrong_ends": sum(r.count(tokenizer.eos) != n or n and r[-1] != tokenizer.eos for r, n in zip(rows, ends)),
+        "foreign": sum(tokenizer.decode(row) != text for row, (_, text, _) in zip(rows, graded)),
+        "truncated": parts["runaway"],
+        "limit": min(train.TASKS[prefix], room),
+        "room": room,
+        "setting": "MAX_NEW_TOKENS" if prefix == "P: " else "MAX_NEW_TOKENS_ENV",
+        "longest_answer": 1 + max(len(tokenizer.encode(ideal_answer(s, config.chess_format))) for s in samples),
+        **{name: parts[name] for name in ("structure", "legal", "best", "next_state") if name in parts},
+    }
+
+
+def rewards(paid):
+    return {
+        "mean": mean(paid),
+        "std": paid.std().item(),
+        "min": paid.min().item(),
+        "max": paid.max().item(),
+        "different": len((paid * 1e6).round().unique()),
+        "at_max": mean((paid > paid.max() - 1e-6).float()),
+    }
+
+
+def advantages(given, paid):
+    groups, centred = given.view(-1, train.GROUP_SIZE), paid.view(-1, train.GROUP_SIZE)
+    centred = centred - centred.mean(1, keepdim=True)
+    return {
+        "std": given.std().item(),
+        "min": given.min().item(),
+        "max": given.max().item(),
+        "group_mean": groups.mean(1).abs().max().item(),
+        "zero_variance": mean(grpo.zero_variance(paid, train.GROUP_SIZE).float()),
+        "amplified": (groups.abs().amax(1) / centred.abs().amax(1).clamp(min=1e-9)).max().item(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build():
+    """What train.main() has before its first step."""
+    train.DTYPE = fastest_dtype(train.DEVICE) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
+    torch.manual_seed(train.SEED)
+    torch.set_flush_denormal(True)
+    model = GPT.load(train.MODEL).to(train.DEVICE).use(train.DTYPE)
+    reference = copy.deepcopy(model).to(train.REF_DEVICE).cast(train.DTYPE) if train.KL_COEF else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train.LR, betas=(0.9, 0.95), weight_decay=train.WEIGHT_DECAY)
+    positions = data.split(data.load(train.DATA))[0]
+    if len(positions) < train.BATCH_POSITIONS:
+        train.stop(f"DATA={train.DATA} has {len(positions)} positions, fewer than BATCH_POSITIONS.")
+    return model, reference, optimizer, positions
+
+
+def write(value):
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
+def main():
+    p = argparse.ArgumentParser("python -m tools.single_batch", description=__doc__.split("\n")[0], add_help=False)
+    p.usage = "%(prog)s [--json FILE] [NAME=value ...]"
+    p.add_argument("--json", metavar="FILE", help="also write the stations to this file")
+    p.add_argument("-h", "--help", action="store_true", help="show this and the settings")
+    a, rest = p.parse_known_args()
+    if a.help:
+        p.print_help()
+        print("\nsettings:")
+    sys.argv[1:] = [*rest, *["--help"] * a.help]
+    finish()
+    if a.json and not Path(a.json).absolute().parent.is_dir():
+        train.stop(f"{a.json} cannot be written: its folder does not exist.")
+    stations = []
+    for look in examine(*build()):
+        stations.append(look)
+        figures = ", ".join(f"{name} {write(value)}" for name, value in look.figures.items())
+        print(textwrap.fill(f"{look.name:24}{'ok' if look.ok else 'WRONG':7}{figures}", 120, subsequent_indent=" " * 31))
+        if not look.ok:
+            print(textwrap.fill(f"-> {look.sentence}", 120, initial_indent=" " * 24, subsequent_indent=" " * 27))
+        sys.stdout.flush()
+    wrong = [look.name for look in stations if not look.ok]
+    print(f"\nwrong: {', '.join(wrong)}" if wrong else f"\nall {len(stations)} stations are ok")
+    if a.json:
+        finite = [look._replace(figures={k: v if v == v else None for k, v in look.figures.items()}) for look in stations]
+        temporary = Path(f"{a.json}.tmp")
+        temporary.write_text(json.dumps({"settings": values(), "stations": [s._asdict() for s in finite]}, indent=2))
+        os.replace(temporary, a.json)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (LoadError, data.DataError) as error:
+        train.stop(str(error))
