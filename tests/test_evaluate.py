@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import random
 import subprocess
 import sys
@@ -16,11 +15,12 @@ import pytest
 import torch
 
 import data
+import engine as stockfish
 import skill
 import tasks
 from rollout import Rollout
 from tokenizer import Tokenizer
-from tools import evaluate, games, label, mates
+from tools import evaluate, games, mates
 
 ROOT = Path(__file__).parent.parent
 POSITIONS = data.load("builtin")[:6000]
@@ -71,13 +71,13 @@ def player(byte_model, monkeypatch):
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = label.Engine(label.find_stockfish())
+    engine = stockfish.Engine(stockfish.find_stockfish())
     yield engine
     engine.close()
 
 
 def measure(model, engine=None, found=(), **options):
-    a = SimpleNamespace(**{"limit": None, "judged": 20, "self_play": 4, "games": 0, "level": 0} | options)
+    a = SimpleNamespace(**{"judged": 20, "self_play": 4, "games": 0, "level": 0} | options)
     sections = evaluate.measure(model, "it", a, HELD_OUT, {"mate_in_one": list(found)}, engine, 0.0)[0]
     return {section: {n: evaluate.figure(c) for n, c in columns.items()} for section, columns in sections.items()}
 
@@ -92,7 +92,7 @@ def test_a_perfect_player_is_perfect_in_everything(player, engine):
         for name in ("structure", "legal", "best", "top5", "candidates", "candidates_legal", "mate_in_one"):
             assert figures["policy" + colour][name] == (1, 0), (colour, name)
         assert figures["policy" + colour]["eval_mae"] == figures["policy" + colour]["cp_loss"] == (0, 0)
-    rare = {f"environment {kind}" for kind in ("promotion", "castling", "en passant", "mate", "stalemate", "illegal")}
+    rare = {f"environment {kind}" for kind in ("promotion", "castling", "en passant", "mate", "illegal")}
     assert rare <= figures.keys()
     for section in ("environment", *rare):
         for name in ("next_state", "reward", "terminated", "truncated"):
@@ -133,11 +133,19 @@ def test_rare_moves_are_recognised():
 
 
 def test_positions_without_labels_are_asked_too(player):
-    a = SimpleNamespace(limit=None, judged=5, self_play=2, games=0, level=0)
+    a = SimpleNamespace(judged=5, self_play=2, games=0, level=0)
     bare = [position._replace(moves=()) for position in HELD_OUT[:30]]
+    assert evaluate.labelled(bare, None) == bare
     sections = evaluate.measure(player(), "it", a, bare, {"mate_in_one": []}, None, 0.0)[0]
     assert evaluate.figure(sections["policy"]["legal"]) == (1, 0) and len(sections["policy"]["legal"]) == 30
     assert evaluate.figure(sections["policy"]["best"]) is None and "mate_in_one" not in sections["policy"]
+
+
+def test_stockfish_labels_what_has_no_labels(engine):
+    fen = "3qk3/8/8/8/8/8/3Q4/4K3 w - - 0 1"
+    bare, known = tasks.Position(fen, (), ()), tasks.Position(fen, (), (("d2d1", 5),))
+    found = evaluate.labelled([bare, known], engine)
+    assert found[0].moves[0][0] == "d2d8" and len(found[0].moves) == 5 and found[1] == known
 
 
 def test_what_a_move_gives_away_comes_from_the_label_or_from_stockfish(engine):
@@ -148,7 +156,7 @@ def test_what_a_move_gives_away_comes_from_the_label_or_from_stockfish(engine):
     lost = evaluate.cp_loss(engine, sample, say("d2d6"), SimpleNamespace(parts={"legal": 1.0}))
     assert 14 <= lost <= 19  # from a queen up to a queen down; evaluations count up to ten pawns
     assert evaluate.cp_loss(engine, sample, say("d2a1"), SimpleNamespace(parts={"legal": 0.0})) is None
-    assert evaluate.judge(engine, MATE, "a1a8") == label.MATE
+    assert evaluate.judge(engine, MATE, "a1a8") == stockfish.MATE
     assert evaluate.judge(engine, "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "g1g6") == 0
 
 
@@ -168,7 +176,7 @@ def test_mates_are_held_out_and_complete():
             board.pop()
         assert tasks.held_out(fen) and set(mating) == expected and expected
     keys = {tasks.board_key(fen) for fen in found}
-    labelled = [p for p in HELD_OUT if p.moves[0][1] == label.MATE - 1]
+    labelled = [p for p in HELD_OUT if p.moves[0][1] == stockfish.MATE - 1]
     assert labelled and all(tasks.board_key(p.fen) in keys for p in labelled) and len(keys) == len(found)
 
 
@@ -340,7 +348,7 @@ def test_the_command_compares_two_models(byte_model, run, folder, some, capsys):
     assert written["difference"]["T=0"]["environment"]["invalid"] == [0, 0, 0]
     assert written["settings"]["limit"] == 3 and not list(folder.glob("*.tmp"))
     shown = capsys.readouterr()
-    assert "| B - A" in shown.out and "\ngreedy\n" in shown.out and "\nT=1\n" in shown.out
+    assert " B - A |" in shown.out and "\ngreedy\n" in shown.out and "\nT=1\n" in shown.out
     assert shown.err == ""  # no progress where nobody watches
 
 
@@ -358,7 +366,7 @@ def test_the_command_prints_one_model_beside_the_published_one(run, folder, some
 
 def test_what_is_wrong_is_said_in_one_sentence(run, some, tmp_path):
     command = [sys.executable, "-m", "tools.evaluate", str(tmp_path / "nowhere"), "--data", str(some)]
-    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     (tmp_path / "poem.txt").write_text("Shall I compare thee to a summer's day?\n")
     with pytest.raises(data.DataError, match="poem.txt, line 1: expected"):

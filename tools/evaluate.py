@@ -8,6 +8,7 @@ A column of figures is an array (n, 2): for each prompt or game a value and its 
 import argparse
 import json
 import os
+import random
 import sys
 from functools import lru_cache, partial
 from pathlib import Path
@@ -57,6 +58,17 @@ def column(values):
     return np.array([(0, 0) if value is None else (value, 1) for value in values], float)  # (n, 2)
 
 
+def labelled(positions, engine):
+    """The positions, those without labels with Stockfish's if it is there."""
+    found = []
+    for position in tqdm(positions, desc="labels", unit=" positions", disable=None, leave=False):
+        if engine and not position.moves:
+            engine.send("ucinewgame")  # empties the hash table: the labels depend on the position alone
+            position = position._replace(moves=engine.search(chess.Board(position.fen), NODES))
+        found.append(position)
+    return found
+
+
 @lru_cache(None)  # both models and temperatures often choose the same move
 def judge(engine, fen, uci):
     """Centipawns that a move is worth, with as many nodes as the label of its position had."""
@@ -64,7 +76,7 @@ def judge(engine, fen, uci):
     board.push_uci(uci)
     if board.is_game_over():
         return MATE if board.is_checkmate() else 0
-    engine.send("ucinewgame")  # empties the hash table: the verdict depends on the move alone
+    engine.send("ucinewgame")
     return -engine.search(board, NODES)[0][1]
 
 
@@ -146,7 +158,7 @@ def measure(model, name, a, held_out, mates, engine, temperature):
         show = partial(tqdm, desc=f"{what} T={temperature:g}", unit=" chunks", disable=None, leave=False)
         return answers(model, samples, temperature, generator, progress=show)
 
-    samples = ask(held_out, a.limit or len(held_out), chess_format)
+    samples = ask(held_out, len(held_out), chess_format)
     questions = [sample for sample in samples if sample.prompt.startswith("P: ")]
     sections = policy(say, questions, mates, chess_format, engine, a.judged)
     sections |= environment(say, samples[len(questions) :])
@@ -248,7 +260,7 @@ def arguments():
     p.add_argument("--data", default="builtin", help="positions, as data.py reads them; the held-out ones are used")
     p.add_argument("--limit", type=int, help="how many of them at most")
     p.add_argument("--temperature", type=float, default=1.0, help="of the sampled figures; the others are greedy")
-    p.add_argument("--judged", type=int, default=500, help="prompts whose answer Stockfish judges, for cp_loss")
+    p.add_argument("--judged", type=int, default=500, help="prompts whose moves Stockfish judges, for cp_loss")
     p.add_argument("--self-play", type=int, default=100, help="games against itself, and as many in the closed loop")
     p.add_argument("--games", type=int, default=0, help="games against Stockfish, at each temperature")
     p.add_argument("--level", type=int, default=0, help="Stockfish's skill level in them, 0 to 20")
@@ -263,8 +275,8 @@ def arguments():
     if min(a.temperature, a.judged, a.self_play, a.games) < 0 or not 0 <= a.level <= 20:
         p.error("numbers have to be at least 0, and --level at most 20.")
     for path in filter(None, (a.json, a.pgn)):  # known now rather than after minutes of work
-        if not Path(path).absolute().parent.is_dir():
-            p.error(f"{path} cannot be written: its folder does not exist.")
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+            p.error(f"{path} cannot be written: it is a folder, or in one that does not exist.")
     return a
 
 
@@ -286,11 +298,14 @@ def main():
     held_out = data.split(positions)[1]
     if not held_out:
         sys.exit(f"error: {a.data} has no held-out position; give more positions.")
+    held_out = random.Random(0).sample(held_out, min(a.limit or len(held_out), len(held_out)))
     mates = {"mate_in_one": find_mates(positions)[: a.limit]}
     if a.bigbench:
         mates["mate_in_one_bigbench"] = read_bigbench(a.bigbench)[: a.limit]
-    engine, dtype, measured, played = stockfish(a), fastest_dtype(device), [], []
+    dtype, measured, played = fastest_dtype(device), [], []
     models = [GPT.load(name).to(device).cast(dtype) for name in a.model]
+    engine = stockfish(a)
+    held_out = labelled(held_out, engine)
     for name, model in zip(a.model, models):
         measured.append({})
         for temperature in dict.fromkeys((0.0, a.temperature)):
@@ -299,7 +314,7 @@ def main():
             played += pgns
     skills = [figures(figure, m) for m in measured]
     change = figures(difference, *measured) if len(models) == 2 else None
-    print(f"{min(a.limit or len(held_out), len(held_out))} held-out positions of {a.data}, on {device} in {dtype}\n")
+    print(f"{len(held_out)} held-out positions of {a.data}, on {device} in {str(dtype).removeprefix('torch.')}\n")
     show(a.model, figures(len, measured[0]), skills, change)
     if played:
         replace(a.pgn, "\n\n".join(played) + "\n")

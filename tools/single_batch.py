@@ -24,6 +24,7 @@ import grpo
 import tasks
 import train
 from batch import microbatches
+from engine import LiveLabels
 from model import GPT, fastest_dtype
 from rewards import MALFORMED, legal_moves
 from rollout import distribution
@@ -39,42 +40,37 @@ class Station(NamedTuple):
     figures: dict
 
 
-# What can be wrong with a station's figures `f`, causes before their consequences: the first that is true is said.
+# What can be wrong with a station's figures, causes before their consequences: the first that is true is said.
 # fmt: off
 WRONG = {
     "weights": (
-        (lambda f: f["broken"],
-         "{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
-        (lambda f: f["fresh"],
-         "Every bias is 0, as in random weights that were never loaded or trained: check MODEL={MODEL}."),
+        (lambda f: f["broken"], "{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
+        (lambda f: f["fresh"], "Every bias is 0, as in random weights never loaded or trained: check MODEL={MODEL}."),
     ),
     "prompts": (
-        (lambda f: (f["prompts"], f["environment"]) != (train.BATCH_POSITIONS, f["environment_asked"]),
-         "BATCH_POSITIONS={BATCH_POSITIONS} or MIX_ENV_RATIO={MIX_ENV_RATIO:g} do not reach what draws: hand them on."),
         (lambda f: f["labelled"] > 1 == f["label_sets"],
          "All {labelled} labelled positions have the same moves, those of a stub: label them with tools.label."),
+        (lambda f: f["labelled"] < f["policy"],
+         "Only {labelled} of {policy} have labels, so best moves go unpaid: install Stockfish, or use tools.label."),
     ),
     "completions": (
         (lambda f: f["completions"] != f["prompts"] * train.GROUP_SIZE,
-         "{completions} came from {prompts} prompts, so GROUP_SIZE={GROUP_SIZE} does not reach what samples: hand it on."),
+         "{prompts} prompts got {completions} completions: GROUP_SIZE={GROUP_SIZE} does not reach the sampler."),
         (lambda f: f["wrong_ends"],
-         "The mask of {wrong_ends} does not end with their one end token, and nothing would learn to stop: make it from "
-         "lengths, never by comparing with the padding."),
+         "The mask of {wrong_ends} does not end with their one end token, which goes untrained: make it from lengths."),
         (lambda f: f["foreign"],
-         "The tokens of {foreign} are not the text that was graded: keep the sampled ids, do not make them from text."),
+         "The tokens of {foreign} are not the text that was graded: keep the sampled ids, make none from text."),
         (lambda f: f["structure"] < 0.2 and f["nats"] > 0.8 * f["nats_of_chance"],
-         "This is random text ({nats:.1f} nats a token, as by chance): MODEL={MODEL} has random weights that were never "
-         "loaded or trained, or TEMPERATURE={TEMPERATURE:g} is too high."),
+         "This is random text ({nats:.1f} nats a token, as by chance): MODEL={MODEL} was never loaded or trained."),
         (lambda f: f["truncated"] > 0.2 and f["longest_answer"] > f["limit"],
-         "{truncated:.0%} are cut off at {limit} tokens, while an answer takes up to {longest_answer}: raise {setting}, "
-         "which the model's positions allow up to {room}."),
+         "{truncated:.0%} are cut off at {limit} tokens, but answers take up to {longest_answer}: raise {limited_by}."),
         (lambda f: f["truncated"] > 0.2,
-         "{truncated:.0%} run on to the limit of {limit} tokens, though no answer needs more than {longest_answer}: keep "
-         "RUNAWAY_PENALTY_MULTIPLIER below 1, and pretrain with the end token."),
+         "{truncated:.0%} run on to the limit of {limit} tokens, where {longest_answer} are enough: pretrain with the "
+         "end token, and keep RUNAWAY_PENALTY_MULTIPLIER below 1."),
         (lambda f: f["structure"] < 0.2,
          "Only {structure:.0%} have the structure of an answer: check chess_format in config.json, or pretrain first."),
-        (lambda f: f["texts"] == f["prompts"],
-         "Each group is one text, {GROUP_SIZE} times: raise TEMPERATURE, and draw each row's chance by itself."),
+        (lambda f: f["texts"] == f["prompts"] and f["nats"] * f["tokens"] > f["completions"],
+         "Each group is one text, though others are likely: give every row random numbers of its own."),
     ),
     "rewards": (
         (lambda f: not math.isfinite(f["mean"]),
@@ -82,78 +78,68 @@ WRONG = {
         (lambda f: f["max"] < 0,
          "Every reward is negative, the best is {max:g}: pay for each part that is right instead of a cliff."),
         (lambda f: f["min"] < MALFORMED - 1e-6 or f["max"] > 1 + 1e-6,
-         "They go from {min:g} to {max:g}, beyond -0.3 to 1, so that a few rows outweigh all others: scale them back."),
+         "They go from {min:g} to {max:g}, beyond -0.3 to 1, so that a few rows outweigh the others: scale them back."),
         (lambda f: f["min"] > 1 - 1e-6,
          "Every completion is perfect and nothing is left to learn: give harder positions as DATA."),
         (lambda f: f["different"] == 1,
-         "Every reward is {max:g}, no variance and no gradient: grade in steps, and penalise by a factor, not by a cap."),
+         "Every reward is {max:g}, so there is no variance and no gradient: penalise by a factor, not by a cap."),
         (lambda f: f["different"] == 2,
          "They are binary, {min:g} or {max:g}, which leaves groups without variance: grade in steps."),
         (lambda f: f["at_max"] > 0.5 and f["max"] < 1 - 1e-6,
-         "{at_max:.0%} of them are capped at {max:g}, which hides the better ones: penalise by a factor, not by a cap."),
+         "{at_max:.0%} are capped at {max:g}, which hides the better ones: penalise by a factor, not by a cap."),
     ),
     "logprobs": (
         (lambda f: not math.isfinite(f["training"]),
          "Training gives NaN or infinity from finite weights: try DTYPE=float32, then look into the forward."),
         (lambda f: f.get("training_again", 0) > f["bound"] / 10,
-         "The training forward says something else when asked again, so dropout is on or something else in it is random: "
-         "remove it, as sampling and reference have none."),
+         "The training forward says something else when asked again: dropout or other chance is in it, remove it."),
         (lambda f: f.get("sampling_as_set", math.inf) < f["bound"],
          "Training leaves out TEMPERATURE={TEMPERATURE:g}, TOP_K={TOP_K} or TOP_P={TOP_P:g}: train what is sampled."),
         (lambda f: f.get("sampling_as_plain", math.inf) < f["bound"],
          "Sampling leaves out TEMPERATURE={TEMPERATURE:g}, TOP_K={TOP_K} or TOP_P={TOP_P:g}: hand them on to it."),
         (lambda f: not f["gap"] < f["bound"],
-         "Sampling and training disagree by {gap:.4f} nats a token before any update: look for other weights or other "
-         "token ids on one side; if it is rounding, use DTYPE=float32."),
+         "Sampling and training disagree by {gap:.4f} nats a token: look for other weights or token ids on one side; "
+         "if it is rounding, use DTYPE=float32."),
     ),
     "ratios": (
         (lambda f: not 1 / f["bound"] < f["min"] <= f["max"] < f["bound"],
-         "They reach from {min:.4g} to {max:.4g} before any update, where all are 1: mend the logprobs; until then only "
-         "the cap of importance weights and the clip of the gradient hold the update back."),
+         "They reach from {min:.4g} to {max:.4g} before any update, where all are 1: mend the logprobs (the loss caps "
+         "them at 2, so they cannot blow up the update)."),
     ),
     "KL": (
         (lambda f: not f["per_token"] < 1e-5 and f["tensors_that_differ"],
-         "It is {per_token:.4g} a token before any update, and {tensors_that_differ} tensors of the reference are not the "
-         "policy's: the reference is not the start model; copy it from the policy before the first update."),
+         "It is {per_token:.4g} a token before any update, and {tensors_that_differ} tensors are not the policy's: "
+         "the reference is not the start model, so copy it from there."),
         (lambda f: not f["per_token"] < 1e-5,
-         "It is {per_token:.4g} a token before any update, with equal weights: look for dropout, or another precision or "
-         "temperature on one side, and do not raise the threshold."),
+         "It is {per_token:.4g} a token before any update, with equal weights: look for dropout, another precision or "
+         "another temperature on one side, and do not raise the threshold."),
     ),
     "advantages": (
-        (lambda f: f["group_mean"] > 1e-3 * max(1, f["max"]),
-         "Those of a group do not add up to 0: take them against the mean of their own group of GROUP_SIZE={GROUP_SIZE}."),
         (lambda f: f["zero_variance"] > 0.5,
-         "{zero_variance:.0%} of the groups have zero variance and teach nothing: grade in steps, or raise TEMPERATURE "
-         "or GROUP_SIZE."),
+         "{zero_variance:.0%} of groups have zero variance and teach nothing: grade in steps, or raise TEMPERATURE."),
         (lambda f: f["amplified"] > 20,
-         "SCALE_REWARDS={SCALE_REWARDS} makes the differences of near-constant rewards {amplified:.0f} times as large, and "
-         "so noise into signal: use SCALE_REWARDS=none."),
+         "SCALE_REWARDS={SCALE_REWARDS} makes the differences of near-constant rewards {amplified:.0f} times as large, "
+         "which turns noise into signal: use none."),
     ),
     "gradient": (
         (lambda f: f["skipped"],
-         "A loss or gradient was not finite, so the update was skipped and the weights are whole: mend what is wrong "
-         "above; if nothing is, use DTYPE=float32."),
+         "A loss or gradient was not finite, so no update was made: mend what is wrong above, or use DTYPE=float32."),
         (lambda f: f["norm"] == 0,
          "It is 0, so nothing can be learnt from this batch: look at rewards and advantages."),
         (lambda f: f["arrived"] > train.MAX_GRAD_NORM * 1.001,
          "A norm of {arrived:.4g} reaches the optimizer, above MAX_GRAD_NORM={MAX_GRAD_NORM:g}: clip it before."),
-        (lambda f: f["without"],
-         "{without} tensors get none, so they are frozen or cut off from the loss: set requires_grad."),
         (lambda f: f["norm"] > 10 * train.MAX_GRAD_NORM,
-         "Its norm of {norm:,.0f} is clipped to {arrived:.4g}: the weights are safe, but a few tokens decide where they go; "
-         "look at rewards, ratios and KL, or lower KL_COEF={KL_COEF:g}."),
+         "Its norm of {norm:,.0f} is clipped to {arrived:.4g}: the weights are safe, but few tokens decide where they "
+         "go; look at rewards, ratios and KL, or lower KL_COEF={KL_COEF:g}."),
     ),
     "update": (
-        (lambda f: f["broken"],
-         "It left weights that are not finite: lower LR={LR:g}."),
+        (lambda f: f["broken"], "It left weights that are not finite: lower LR={LR:g}."),
         (lambda f: f["reference_moved"],
-         "The reference moved with the policy, as they share weights, and KL says nothing: make it a copy."),
+         "The reference moved with the policy, as they share weights, so KL says nothing: make it a copy."),
         (lambda f: f["change"] == 0,
-         "The weights did not move: look at the gradient, at LR={LR:g}, and whether the optimizer holds these weights."),
-        (lambda f: f["relative"] > 0.02,
-         "It changes the weights by {relative:.1%} of their norm: lower LR={LR:g}."),
-        (lambda f: f["clipped"] > 0.3,
-         "The clip stops {clipped:.0%} of the tokens: lower LR={LR:g} or EPOCHS={EPOCHS}."),
+         "The weights did not move: look at the gradient, at LR={LR:g}, and whether the optimizer holds them."),
+        (lambda f: f["relative"] > 0.02, "It changes the weights by {relative:.1%} of their norm: lower LR={LR:g}."),
+        (lambda f: f["clipped"] > 0.3, "The clip stops {clipped:.0%} of the tokens: lower LR={LR:g} or EPOCHS."),
     ),
     "after": (
         (lambda f: f["kl"] > train.KL_DIVERGENCE_THRESHOLD,
@@ -169,24 +155,17 @@ WRONG = {
 
 def station(name, figures):
     sentence = next((sentence for wrong, sentence in WRONG[name.split(" ")[-1]] if wrong(figures)), "")
-    return Station(name, not sentence, sentence.format_map({**vars(train), **figures}), figures)
+    sentence = sentence.format_map({**vars(train), **figures})
+    odd = {key: str(value) for key, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
+    return Station(name, not sentence, sentence, figures | odd)  # JSON has no NaN
 
 
-def mean(x):
-    return x.mean().item()
-
-
-def norm(tensors):
-    return torch.stack([tensor.float().norm() for tensor in tensors if tensor is not None]).norm().item()
-
-
-def examine(model, reference, optimizer, positions):
+def examine(model, reference, optimizer, samples):
     """The stations one by one, as far as the road can be gone. `model` is updated once."""
-    step, exact = train.REWARD_WARMUP_STEPS, train.DTYPE == torch.float32  # the first step with rewards in full
+    step, exact = train.REWARD_WARMUP_STEPS, train.DTYPE == torch.float32
     yield station("weights", figures := weights(model))
     if figures["broken"]:
         return
-    samples = train.draw_prompts(positions, step, model.config.chess_format)
     yield station("prompts", prompts(samples))
     batches, graded = train.rollout(model, samples, step)
     for prefix, batch in zip([p for p in train.TASKS if any(s.prompt.startswith(p) for s in samples)], batches):
@@ -196,11 +175,13 @@ def examine(model, reference, optimizer, positions):
     if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
         return
     paid = torch.cat([batch.rewards for batch in batches])  # (N,)
-    yield station("rewards", rewards(paid))
+    figures = {"mean": mean(paid), "std": paid.std().item(), "min": paid.min().item(), "max": paid.max().item()}
+    figures |= {"different": len((paid * 1e6).round().unique()), "at_max": mean(paid > paid.max() - 1e-6)}
+    yield station("rewards", figures)
 
     # Before the update: one number for each token, in the order of the microbatches
-    given = grpo.advantages(paid, train.GROUP_SIZE, train.SCALE_REWARDS)  # (N,)
-    shares = given.split([len(batch.rewards) for batch in batches])
+    advantages = grpo.advantages(paid, train.GROUP_SIZE, train.SCALE_REWARDS)  # (N,)
+    shares = advantages.split([len(batch.rewards) for batch in batches])
     whole = [batch._replace(advantages=share) for batch, share in zip(batches, shares)]
     parts = [part for batch in whole for part in microbatches(batch, train.MICROBATCH_TOKENS)]
 
@@ -211,8 +192,8 @@ def examine(model, reference, optimizer, positions):
     def forward(part):
         return train.forward(model, part)[0]
 
-    def under(part, *filters):  # as rollout.py has it, whatever train.forward does
-        logp = distribution(model.score(part.prompts, part.lengths, part.tokens), *filters, part.tokens)
+    def under(part, *filters):  # the distribution as rollout.py has it, whatever train.forward does
+        logp = distribution(model.score(part.prompts, part.lengths, part.tokens), *filters, keep=part.tokens)
         return logp.gather(-1, part.tokens[..., None])[..., 0]
 
     sampled, trained = each(lambda part: part.rollout_logprobs), each(forward)
@@ -230,15 +211,16 @@ def examine(model, reference, optimizer, positions):
     yield station("ratios", figures | {"bound": 1.1 if exact else 3.0})
     if reference is not None:
         referred = each(lambda part: train.refer(reference, part))
-        figures = {"reference": mean(referred)}
-        figures["per_token"] = mean(grpo.kl(trained, referred, torch.ones_like(trained), "k3"))
-        figures["per_sequence"] = figures["per_token"] * len(trained) / len(paid)
+        kl = mean(grpo.kl(trained, referred, torch.ones_like(trained), "k3"))
         pairs = zip(model.state_dict().values(), reference.state_dict().values())
-        figures["tensors_that_differ"] = sum(
-            not torch.equal(a.to(train.REF_DEVICE, train.DTYPE), b.to(train.DTYPE)) for a, b in pairs
-        )
-        yield station("KL", figures)
-    yield station("advantages", advantages(given, paid))
+        differ = sum(not torch.equal(a.to(b.device, train.DTYPE), b.to(train.DTYPE)) for a, b in pairs)
+        figures = {"reference": mean(referred), "per_token": kl, "per_sequence": kl * len(trained) / len(paid)}
+        yield station("KL", figures | {"tensors_that_differ": differ})
+    groups, centred = advantages.view(-1, train.GROUP_SIZE), paid.view(-1, train.GROUP_SIZE)  # (B, G)
+    centred = (centred - centred.mean(1, keepdim=True)).abs().amax(1).clamp(min=1e-9)
+    figures = {"std": advantages.std().item(), "min": advantages.min().item(), "max": advantages.max().item()}
+    figures |= {"zero_variance": mean(grpo.zero_variance(paid, train.GROUP_SIZE))}
+    yield station("advantages", figures | {"amplified": (groups.abs().amax(1) / centred).max().item()})
 
     # The update, watched at each parameter and at the optimizer's door
     norms, arrived, old = {}, [], copy.deepcopy(model.state_dict())
@@ -249,10 +231,10 @@ def examine(model, reference, optimizer, positions):
     metrics = train.update(model, reference, optimizer, batches, train.KL_COEF)
     layers = defaultdict(float)
     for name, value in norms.items():
-        layers[".".join(name.split(".")[: 2 if name.startswith("h.") else 1])] += value**2
+        layer = ".".join(name.split(".")[: 2 if name.startswith("h.") else 1])
+        layers[layer] = math.hypot(layers[layer], value)
     figures = {"norm": metrics["grad_norm"], "arrived": max(arrived, default=math.nan), "skipped": metrics["skipped"]}
-    figures["without"] = len(old) - len(norms)
-    yield station("gradient", figures | {name: math.sqrt(square) for name, square in layers.items()})
+    yield station("gradient", figures | layers)
     change = [tensor - old[name] for name, tensor in model.state_dict().items()]
     figures = {"lr": train.LR, "change": norm(change), "relative": norm(change) / norm(old.values())}
     figures |= {name: metrics[name] for name in ("ratio_min", "ratio_max", "broken")}
@@ -269,34 +251,29 @@ def examine(model, reference, optimizer, positions):
     yield station("after", figures | {"kl": mean(grpo.kl(trained, now, torch.ones_like(now), "k3"))})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures of the longer stations
+def mean(x):
+    return x.float().mean().item()
+
+
+def norm(tensors):
+    return torch.stack([tensor.float().norm() for tensor in tensors if tensor is not None]).norm().item()
 
 
 def weights(model):
     state, digest = model.state_dict(), hashlib.sha256()
     for tensor in state.values():
         digest.update(tensor.float().cpu().contiguous().numpy())
-    return {
-        "parameters": sum(tensor.numel() for tensor in state.values()),
-        "tensors": len(state),
-        "norm": norm(state.values()),
-        "fingerprint": digest.hexdigest()[:12],
-        "broken": sum(not tensor.isfinite().all() for tensor in state.values()),
-        "fresh": not any(tensor.any() for name, tensor in state.items() if name.endswith("bias")),
-    }
+    figures = {"parameters": sum(tensor.numel() for tensor in state.values()), "tensors": len(state)}
+    figures |= {"norm": norm(state.values()), "fingerprint": digest.hexdigest()[:12]}
+    figures["broken"] = sum(not tensor.isfinite().all() for tensor in state.values())
+    return figures | {"fresh": not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))}
 
 
 def prompts(samples):
-    asked = [sample for sample in samples if sample.prompt.startswith("A: ")]
-    labels = [frozenset(uci for uci, _ in s.labels) for s in samples if s.prompt.startswith("P: ") and s.labels]
-    return {
-        "prompts": len(samples),
-        "environment": len(asked),
-        "environment_asked": round(train.BATCH_POSITIONS * train.MIX_ENV_RATIO),
-        "labelled": len(labels),
-        "label_sets": len(set(labels)),
-    }
+    policy = [sample for sample in samples if sample.prompt.startswith("P: ")]
+    labels = [frozenset(uci for uci, _ in sample.labels) for sample in policy if sample.labels]
+    figures = {"policy": len(policy), "environment": len(samples) - len(policy)}
+    return figures | {"labelled": len(labels), "label_sets": len(set(labels))}
 
 
 def ideal_answer(sample, chess_format):
@@ -307,54 +284,26 @@ def ideal_answer(sample, chess_format):
 
 
 def completions(model, prefix, samples, batch, graded):
-    tokenizer, config = model.tokenizer, model.config
-    rows = [row[keep].tolist() for row, keep in zip(batch.tokens, batch.mask)]
-    ends = [0 if grade.parts["runaway"] else 1 for _, _, grade in graded]
-    parts = mean_parts([grade for _, _, grade in graded])
+    tokenizer, config, parts = model.tokenizer, model.config, mean_parts([grade for _, _, grade in graded])
+    rows, eos = [row[keep].tolist() for row, keep in zip(batch.tokens, batch.mask)], tokenizer.eos
+    ended = [not grade.parts["runaway"] for _, _, grade in graded]
+    setting = "MAX_NEW_TOKENS" if prefix == "P: " else "MAX_NEW_TOKENS_ENV"
     room = config.n_positions - max(len(tokenizer.encode(sample.prompt)) for sample in samples)
     return {
         "prompts": len(samples),
         "completions": len(rows),
         "texts": len({(prompt, text) for prompt, text, _ in graded}),
         "tokens": sum(map(len, rows)),
+        "wrong_ends": sum(row.count(eos) != ends or ends and row[-1] != eos for row, ends in zip(rows, ended)),
+        "foreign": sum(tokenizer.decode(row) != text for row, (_, text, _) in zip(rows, graded)),
         "nats": -mean(batch.rollout_logprobs[batch.mask]),
         "nats_of_chance": math.log(config.vocab_size),
-        "wrong_ends": sum(r.count(tokenizer.eos) != n or n and r[-1] != tokenizer.eos for r, n in zip(rows, ends)),
-        "foreign": sum(tokenizer.decode(row) != text for row, (_, text, _) in zip(rows, graded)),
         "truncated": parts["runaway"],
         "limit": min(train.TASKS[prefix], room),
-        "room": room,
-        "setting": "MAX_NEW_TOKENS" if prefix == "P: " else "MAX_NEW_TOKENS_ENV",
+        "limited_by": setting if train.TASKS[prefix] < room else "the model's n_positions",
         "longest_answer": 1 + max(len(tokenizer.encode(ideal_answer(s, config.chess_format))) for s in samples),
         **{name: parts[name] for name in ("structure", "legal", "best", "next_state") if name in parts},
     }
-
-
-def rewards(paid):
-    return {
-        "mean": mean(paid),
-        "std": paid.std().item(),
-        "min": paid.min().item(),
-        "max": paid.max().item(),
-        "different": len((paid * 1e6).round().unique()),
-        "at_max": mean((paid > paid.max() - 1e-6).float()),
-    }
-
-
-def advantages(given, paid):
-    groups, centred = given.view(-1, train.GROUP_SIZE), paid.view(-1, train.GROUP_SIZE)
-    centred = centred - centred.mean(1, keepdim=True)
-    return {
-        "std": given.std().item(),
-        "min": given.min().item(),
-        "max": given.max().item(),
-        "group_mean": groups.mean(1).abs().max().item(),
-        "zero_variance": mean(grpo.zero_variance(paid, train.GROUP_SIZE).float()),
-        "amplified": (groups.abs().amax(1) / centred.abs().amax(1).clamp(min=1e-9)).max().item(),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def build():
@@ -367,12 +316,20 @@ def build():
     optimizer = torch.optim.AdamW(model.parameters(), lr=train.LR, betas=(0.9, 0.95), weight_decay=train.WEIGHT_DECAY)
     positions = data.split(data.load(train.DATA))[0]
     if len(positions) < train.BATCH_POSITIONS:
-        train.stop(f"DATA={train.DATA} has {len(positions)} positions, fewer than BATCH_POSITIONS.")
-    return model, reference, optimizer, positions
+        train.stop(f"DATA={train.DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS.")
+    samples = train.draw_prompts(positions, train.REWARD_WARMUP_STEPS, model.config.chess_format)
+    return model, reference, optimizer, LiveLabels()(samples)
 
 
-def write(value):
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+def show(look):
+    def write(value):
+        return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+    figures = ", ".join(f"{name} {write(value)}" for name, value in look.figures.items())
+    head = f"{look.name:24}{'ok' if look.ok else 'WRONG':7}"
+    print(textwrap.fill(head + figures, 120, subsequent_indent=" " * 31))
+    if not look.ok:
+        print(textwrap.fill(look.sentence, 120, initial_indent=f"{'':24}-> ", subsequent_indent=" " * 27), flush=True)
 
 
 def main():
@@ -382,27 +339,21 @@ def main():
     p.add_argument("-h", "--help", action="store_true", help="show this and the settings")
     a, rest = p.parse_known_args()
     if a.help:
-        p.print_help()
-        print("\nsettings:")
-    sys.argv[1:] = [*rest, *["--help"] * a.help]
+        print(p.format_help() + "\nsettings:")
+    sys.argv[1:] = ["--help"] if a.help else rest
     finish()
     if a.json and not Path(a.json).absolute().parent.is_dir():
         train.stop(f"{a.json} cannot be written: its folder does not exist.")
     stations = []
     for look in examine(*build()):
         stations.append(look)
-        figures = ", ".join(f"{name} {write(value)}" for name, value in look.figures.items())
-        print(textwrap.fill(f"{look.name:24}{'ok' if look.ok else 'WRONG':7}{figures}", 120, subsequent_indent=" " * 31))
-        if not look.ok:
-            print(textwrap.fill(f"-> {look.sentence}", 120, initial_indent=" " * 24, subsequent_indent=" " * 27))
-        sys.stdout.flush()
+        show(look)
     wrong = [look.name for look in stations if not look.ok]
     print(f"\nwrong: {', '.join(wrong)}" if wrong else f"\nall {len(stations)} stations are ok")
     if a.json:
-        finite = [look._replace(figures={k: v if v == v else None for k, v in look.figures.items()}) for look in stations]
-        temporary = Path(f"{a.json}.tmp")
-        temporary.write_text(json.dumps({"settings": values(), "stations": [s._asdict() for s in finite]}, indent=2))
-        os.replace(temporary, a.json)
+        result = {"settings": values(), "stations": [look._asdict() for look in stations]}
+        Path(f"{a.json}.tmp").write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(f"{a.json}.tmp", a.json)
     sys.exit(bool(wrong))
 
 

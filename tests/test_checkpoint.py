@@ -1,0 +1,119 @@
+"""checkpoint.py: whole or not at all, and never trusted unchecked."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import CheckpointError
+from model import GPT
+
+TRAINER = {"optimizer": {"state": {}}, "settings": {"SEED": 0}, "best": (0.5, 1), "good": (1, 2.5)}
+
+
+def save(out, model, *steps, keep=10):
+    out.mkdir(exist_ok=True)
+    for step in steps:
+        checkpoint.save(out, model, {**TRAINER, "step": step}, keep)
+
+
+def load(out):
+    said = []
+    folder, trainer = checkpoint.load(out, said.append)
+    return folder.name, trainer, said
+
+
+def test_what_is_saved_comes_back(byte_model, tmp_path):
+    save(tmp_path, byte_model, 1, 2)
+    name, trainer, said = load(tmp_path)
+    assert name == "step-000002" and trainer == {**TRAINER, "step": 2} and not said
+    for a, b in zip(GPT.load(tmp_path / "latest").parameters(), byte_model.parameters()):
+        assert torch.equal(a, b)
+    assert checkpoint.load(tmp_path / "empty", print) is None
+
+
+def test_only_some_are_kept_and_the_best_is_one_of_them(byte_model, tmp_path):
+    save(tmp_path, byte_model, *range(1, 6), keep=2)
+    assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-000005", "step-000004", "step-000001"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json", "config.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
+def test_damage_is_named_and_the_one_before_is_taken(byte_model, tmp_path, file, damage):
+    save(tmp_path, byte_model, 1, 2)
+    path = tmp_path / "step-000002" / file
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    name, trainer, said = load(tmp_path)
+    assert name == "step-000001" and trainer["step"] == 1
+    assert len(said) == 1 and "step-000002 is damaged" in said[0]
+
+
+def test_nothing_whole_is_an_error_and_not_a_fresh_start(byte_model, tmp_path):
+    save(tmp_path, byte_model, 1)
+    (tmp_path / "step-000001" / "trainer.pt").unlink()
+    with pytest.raises(CheckpointError, match="FRESH=1"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "fsync"), (os, "rename")])
+def test_a_full_disk_leaves_the_one_before_whole(byte_model, tmp_path, monkeypatch, owner, name):
+    save(tmp_path, byte_model, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(CheckpointError, match="step-000002 could not be written .No space left"):
+            save(tmp_path, byte_model, 2)
+    assert load(tmp_path)[0] == "step-000001" and not list(tmp_path.glob(".step*"))
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        checkpoint.lock(tmp_path / "file" / "out")
+
+
+def test_the_lock_is_held_by_the_living_alone(tmp_path):
+    code = f"import checkpoint, pathlib, time; held = checkpoint.lock(pathlib.Path({str(tmp_path)!r}))"
+    code += "; print(1, flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        checkpoint.lock(tmp_path)
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    checkpoint.lock(tmp_path).close()
+
+
+def test_clear_deletes_what_a_run_made_and_nothing_else(byte_model, tmp_path):
+    save(tmp_path, byte_model, 1, 2)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds thesis.tex"):
+        checkpoint.clear(tmp_path)
+    assert len(checkpoint.folders(tmp_path)) == 2
+    (tmp_path / "thesis.tex").unlink()
+    checkpoint.clear(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rewind_keeps_each_step_once(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "x": NaN}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
+    assert [row["step"] for row in checkpoint.rewind(file, 2)] == [1, 2]
+    assert len(file.read_text().splitlines()) == 2 and file.read_text().endswith("}\n")
+    assert checkpoint.rewind(tmp_path / "none", 2) == []

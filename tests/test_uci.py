@@ -1,0 +1,487 @@
+"""tools/uci.py: python-chess's engine client plays with it, and a raw client says what no well-bred program would."""
+
+import math
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import chess
+import chess.engine
+import pytest
+import torch
+from chess.engine import Cp, Limit, Mate
+from transformers import GPT2LMHeadModel
+
+import data
+from model import GPT
+from rollout import Rollout
+from tokenizer import Tokenizer
+from tools import uci
+from tools.label import find_stockfish
+
+ROOT = Path(__file__).parent.parent
+COMMAND = str(ROOT / "uci.sh")
+ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
+MATED = "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3"
+STALEMATE = "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1"
+CASTLING, EN_PASSANT = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1", "8/8/8/1k1pP3/8/8/8/4K3 w - d6 0 2"
+PROMOTION = "8/P6k/8/8/8/8/7K/8 w - - 0 1"
+
+
+class Raw:
+    """The program on two pipes, with bytes in and lines out."""
+
+    def __init__(self, *arguments):
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "tools.uci", *arguments]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
+        self.lines = queue.Queue()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.put(line.decode().strip())
+
+    def send(self, *lines):
+        self.process.stdin.write(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
+        self.process.stdin.flush()
+
+    def until(self, start, seconds=30):
+        """Its lines up to the one that begins with `start`."""
+        lines, end = [], time.monotonic() + seconds
+        while not lines or not lines[-1].startswith(start):
+            lines.append(self.lines.get(timeout=max(0, end - time.monotonic())))
+        return lines
+
+    def ask(self, *lines):
+        """All it says to some lines that start no thinking."""
+        self.send(*lines, "isready")
+        return self.until("readyok")[:-1]
+
+    def close(self):
+        self.process.stdin.close()
+        return self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def shared_raw():
+    raw = Raw()
+    yield raw
+    raw.send("go infinite")  # the end of the input ends this too
+    assert raw.close() == 0 and raw.until("bestmove")
+    assert raw.process.stderr.read() == b""
+
+
+@pytest.fixture
+def raw(shared_raw):
+    """After each test it is idle, alive and has said nothing that nobody asked for."""
+    assert shared_raw.ask("setoption name Samples value 2", "position startpos") == []
+    yield shared_raw
+    assert shared_raw.ask() == []
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("elsewhere")  # a chess program starts it in a folder of its own
+    with chess.engine.SimpleEngine.popen_uci(COMMAND, timeout=60, cwd=folder, env=ENVIRONMENT) as engine:
+        engine.configure({"Samples": 2})
+        yield engine
+        engine.quit()
+        assert engine.protocol.returncode.result() == 0
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return GPT.load(ROOT / "weights" / "tiny")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The functions
+
+
+def test_evaluations_are_written_as_python_chess_counts_mates():
+    for n in (1, 2, 30, -1, -4):
+        assert uci.score(Mate(n).score(mate_score=100000) / 100) == f"mate {n}"
+    assert [uci.score(p) for p in (0.0, -0.0, 1.37, -2.8, 250.0)] == ["cp 0", "cp 0", "cp 137", "cp -280", "cp 25000"]
+    assert uci.score(math.inf) == uci.score(1000.0) == "mate 1" and uci.score(-math.inf) == "mate -1"
+
+
+def test_positions_are_those_of_python_chess(capsys):
+    rng = random.Random(0)
+    for _ in range(20):
+        board = chess.Board()
+        while not board.is_game_over() and len(board.move_stack) < 80:
+            board.push(rng.choice(list(board.legal_moves)))
+            half = board.copy()
+        moves = [move.uci() for move in board.move_stack]
+        assert uci.read_position(["startpos", "moves", *moves]).fen() == board.fen()
+        assert uci.read_position(["fen", *half.fen().split()]).fen() == half.fen()
+    for fen, said, fen_after in (
+        (CASTLING, "e1g1", "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1"),
+        (CASTLING, "e1h1", "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1"),  # as some programs write castling
+        (EN_PASSANT, "e5d6", "8/8/3P4/1k6/8/8/8/4K3 b - - 0 2"),
+        (PROMOTION, "a7a8n", "N7/7k/8/8/8/8/7K/8 b - - 0 1"),
+        (PROMOTION, "A7A8Q", "Q7/7k/8/8/8/8/7K/8 b - - 0 1"),
+    ):
+        assert uci.read_position(["fen", *fen.split(), "moves", said]).fen() == fen_after
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("illegal", ["e2e5", "0000", "e7e5", "e2e4q", "hello", "♔"])
+def test_the_moves_end_before_an_illegal_one(illegal, capsys):
+    board = uci.read_position(["startpos", "moves", "d2d4", "d7d5", illegal, "g1f3"])
+    assert [move.uci() for move in board.move_stack] == ["d2d4", "d7d5"]
+    assert capsys.readouterr().out.startswith(f"info string {illegal} is illegal in {board.fen()}")
+
+
+@pytest.mark.parametrize("words", ["", "fen", "fen what", "moves e2e4", f"fen {'9' * 3000}", MATED])
+def test_what_is_no_position_is_an_error(words):
+    with pytest.raises(ValueError):
+        uci.read_position(words.split())
+    with pytest.raises(ValueError):  # it would make a prompt of any length
+        uci.read_position(["fen", *CASTLING.split()[:5], "1" * 1000])
+
+
+def test_time_is_divided_and_never_overrun():
+    def allowed(limits, turn=chess.WHITE):
+        return uci.seconds(uci.read_limits(limits.split()), turn)
+
+    assert allowed("infinite") == allowed("depth 3 mate 2") == allowed("wtime soon") == math.inf
+    assert allowed("movetime 1000") == 1 - uci.OVERHEAD
+    clocks = "wtime 60000 btime 2000 winc 100 binc 0"
+    assert allowed(clocks) == pytest.approx(3.1 - uci.OVERHEAD)
+    assert allowed(clocks, chess.BLACK) == pytest.approx(0.1 - uci.OVERHEAD)
+    assert allowed("wtime 60000 movestogo 4") == pytest.approx(15 - uci.OVERHEAD)
+    for left in (-100, 1, 50, 400, 10**9):
+        for rest in ("", " movestogo 1", " movestogo 0", " winc 60000", " movestogo -3 winc 5"):
+            assert allowed(f"wtime {left}{rest}") < max(0, left / 1000)
+
+
+def test_options_are_found_in_any_case_and_bounded(capsys):
+    options = {name: default for name, (_, default, _, _) in uci.OPTIONS.items()}
+    for text, name, value in (
+        ("name TEMPERATURE value 0.7", "Temperature", 0.7),
+        ("name temperature value 99", "Temperature", 10),
+        ("name Temperature value -1", "Temperature", 0),
+        ("Name samples Value 4", "Samples", 4),
+        ("name Samples value 1000000", "Samples", 256),
+        ("name multipv value 0", "MultiPV", 1),
+        (f"name Seed value {'9' * 400}", "Seed", 2**31 - 1),
+    ):
+        assert uci.set_option(options, text.split()) == name
+        assert options[name] == value and type(options[name]) in (int, float)
+    before = dict(options)
+    assert capsys.readouterr().out == ""
+    for text in ("", "name Samples", "name Samples value", "name Samples value many", "name Hash value 16", "value 3"):
+        assert uci.set_option(options, text.split()) is None
+        assert capsys.readouterr().out.startswith("info string the options are numbers: Temperature (0 to 10), ")
+    assert options == before
+
+
+def test_moves_are_ranked_by_the_probability_that_transformers_gives_them(tiny):
+    reference = GPT2LMHeadModel.from_pretrained(ROOT / "weights" / "tiny", dtype=torch.float32).eval()
+    for fen in (CASTLING, PROMOTION):
+        board = chess.Board(fen)
+        moves = [move.uci() for move in board.legal_moves]
+        ranked = uci.rank(tiny, board, moves)
+        prompt = uci.write_prompt(tiny, board)
+        for move in random.Random(0).sample(moves, 5):
+            answer = tiny.tokenizer.encode(f"M: {move}")
+            head = len(prompt) + 2  # M:
+            tokens = torch.tensor([prompt + answer])
+            with torch.no_grad():
+                logp = reference(tokens).logits.log_softmax(-1)[0, head - 1 : -1]
+            expected = logp.gather(-1, tokens[0, head:, None]).sum().item()
+            assert ranked[move] == pytest.approx(expected, abs=1e-3)
+        assert list(ranked) == moves and sum(map(math.exp, ranked.values())) < 1
+
+
+def test_ranking_follows_the_padding_of_the_other_format(byte_model):
+    byte_model.config.chess_format = "rookworld"
+    byte_model.tokenizer = Tokenizer.of_bytes()
+    board = chess.Board(PROMOTION)
+    ranked = uci.rank(byte_model, board, ["a7a8q", "h2g1"])
+    text = f"P: {PROMOTION:90}M: h2g1".encode()
+    with torch.no_grad():
+        logp = byte_model(torch.tensor([list(text)])).log_softmax(-1)[0]
+    expected = sum(logp[i - 1, text[i]].item() for i in range(len(text) - 5, len(text)))
+    assert ranked["h2g1"] == pytest.approx(expected, abs=1e-4)
+
+
+def search(model, texts, monkeypatch, capsys, board, go="", **options):
+    """(candidates, bestmove line, all lines) of a search whose completions are `texts`."""
+    rows = [model.tokenizer.encode(text) + [256] for text in texts]
+    tokens = torch.tensor([row + [256] * (max(map(len, rows)) - len(row)) for row in rows])
+    asked = []
+
+    def say(model, prompts, group_size, *rest, generator):
+        asked.append(group_size)
+        return Rollout(tokens, tokens >= 0, torch.zeros(tokens.shape), torch.zeros(len(rows), dtype=torch.bool))
+
+    monkeypatch.setattr(uci, "generate", say)
+    options = {name: default for name, (_, default, _, _) in uci.OPTIONS.items()} | options
+    uci.Search(model, None, board, go.split(), options).join(20)
+    lines = capsys.readouterr().out.splitlines()
+    last = [line.split() for line in lines if line.startswith("info depth 1 ")]
+    candidates = {int(words[4]): (" ".join(words[6:8]) if "score" in words else None, words[-1]) for words in last}
+    return candidates, lines[-1], lines, asked
+
+
+def test_completions_vote_and_the_legal_ones_count(tiny, monkeypatch, capsys):
+    texts = [
+        "M: e2e4 d2d4 E: 0.3 0.1 B: d2d4",
+        "M: e2e4 d2d4 g1g3 E: 0.5 -0.2 9.0 B: e2e4",
+        "M: e2e4 d2d4 E: 999.98 -999.97 B: d2d4",
+        "M: e2e5 E: 1.0 B: e2e5",
+        "M: e2e5 E: 1.0 B: e2e5",
+        "M: e2e5 E: 1.0 B: e2e5",
+        "nonsense",
+    ]
+    board = chess.Board()
+    candidates, best, lines, asked = search(tiny, texts, monkeypatch, capsys, board, Samples=7)
+    assert best == "bestmove d2d4" and asked == [7]
+    assert candidates == {1: ("cp -20", "d2d4"), 2: ("cp 50", "e2e4")}  # the median; no illegal move is shown
+    assert lines[-2].split()[3:5] == ["multipv", "1"]  # who reads the last line reads the best move
+    assert search(tiny, texts, monkeypatch, capsys, board, MultiPV=1)[0] == {1: ("cp -20", "d2d4")}
+    assert search(tiny, texts, monkeypatch, capsys, board, "nodes 3")[3] == [3]
+    assert search(tiny, texts, monkeypatch, capsys, board, Temperature=0.0)[3] == [1]
+    assert search(tiny, texts[2:3], monkeypatch, capsys, board)[0] == {1: ("mate -3", "d2d4"), 2: ("mate 2", "e2e4")}
+
+    moves = [move.uci() for move in board.legal_moves]
+    ranked = uci.rank(tiny, board, moves)
+    likeliest = max(moves, key=ranked.get)
+    for useless in (["nonsense"], texts[3:]):
+        _, best, lines, _ = search(tiny, useless, monkeypatch, capsys, board)
+        assert best == f"bestmove {likeliest}" and lines[-2].startswith("info string no completion gave a legal move")
+    assert search(tiny, texts, monkeypatch, capsys, board, Samples=0)[1::2] == (f"bestmove {likeliest}", [])
+    tie = max("d2d4", "e2e4", key=ranked.get)
+    assert search(tiny, texts[:2], monkeypatch, capsys, board)[1] == f"bestmove {tie}"
+
+
+def test_searchmoves_leaves_only_those(tiny, monkeypatch, capsys):
+    texts, board = ["M: e2e4 d2d4 E: 0.3 0.1 B: e2e4"], chess.Board()
+    for go, allowed in (
+        ("searchmoves d2d4 a2a3 depth 2", {"d2d4", "a2a3"}),
+        ("depth 2 searchmoves h2h4 e2e5", {"h2h4"}),
+        ("searchmoves 0000", {"(none)"}),
+    ):
+        _, best, lines, _ = search(tiny, texts, monkeypatch, capsys, board, go)
+        assert {best.split()[1]} | {line.split(" pv ")[1] for line in lines if " pv " in line} <= allowed
+    _, best, *_ = search(tiny, texts, monkeypatch, capsys, board, "searchmoves movetime 9000")
+    assert best == "bestmove e2e4"  # no move is named, so all are allowed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program, spoken to line by line
+
+
+def test_it_introduces_itself(raw):
+    raw.send("uci")
+    lines = raw.until("uciok")
+    assert lines[0] == "id name nanorook tiny" and lines[1].startswith("id author ")
+    names = [line.split()[2] for line in lines if line.startswith("option ")]
+    assert names == ["Temperature", "Samples", "MultiPV", "Seed"] and len(lines) == 7
+
+
+def test_unknown_words_are_skipped_and_garbage_ignored(raw):
+    assert raw.ask("joho debug on", "register later", "ucinewgame", "", "   ", "xboard", "bestmove e2e4") == []
+    assert raw.ask("stop", "ponderhit", "Go", "go-go") == []
+    rng = random.Random(0)
+    assert raw.ask(*(rng.randbytes(rng.randrange(200)).replace(b"\n", b"") for _ in range(300))) == []
+    assert raw.ask(b"\0" * 100_000, "x" * 100_000) == []
+    for line in ("position", "position fen x", "position moves e2e4", "position startpos moves e2e5", "setoption"):
+        [said] = raw.ask(line)
+        assert said.startswith("info string ")
+    assert raw.ask("position fen \xff\xfe w - - 0 1")[0].startswith("info string ")
+    raw.send("joho isready")
+    assert raw.until("readyok") == ["readyok"]
+
+
+@pytest.mark.parametrize("line", ["go infinite", "go ponder wtime 100 btime 100", "go ponder infinite"])
+def test_what_waits_answers_at_stop_alone(raw, line):
+    raw.send(line)
+    lines = raw.until("info depth 1 multipv 1")
+    lines += raw.ask("joho")
+    time.sleep(0.1)
+    lines += raw.ask("ponderhit") if "infinite" in line else raw.ask()
+    assert not [said for said in lines if said.startswith("bestmove")]
+    raw.send("stop")
+    assert raw.until("bestmove", 5)[-1].split()[1] in {move.uci() for move in chess.Board().legal_moves}
+    assert raw.ask("stop", "stop") == []
+
+
+def test_ponderhit_lets_it_answer(raw):
+    raw.send("position startpos moves e2e4", "go ponder movetime 60000")
+    raw.until("info depth 1 multipv 1")
+    assert not [said for said in raw.ask() if said.startswith("bestmove")]
+    raw.send("ponderhit")
+    raw.until("bestmove", 10)
+    for fen in (MATED, STALEMATE):  # no thinking, and yet it has to wait
+        raw.send(f"position fen {fen}", "go ponder")
+        assert len(raw.until("info depth 0")) == 1 and raw.ask() == []
+        raw.send("ponderhit")
+        assert raw.until("bestmove") == ["bestmove (none)"]
+
+
+@pytest.mark.parametrize("end", ["stop", "go movetime 1", "movetime"])
+def test_time_up_in_the_middle_of_thinking(raw, end):
+    """A round of 256 completions takes seconds; none of it is left when time is up."""
+    raw.send("setoption name Samples value 256", "go movetime 400" if end == "movetime" else "go")
+    raw.until("info depth 0")
+    time.sleep(0.2)
+    assert raw.ask() == []  # it answers in the middle of thinking
+    start = time.monotonic()
+    if end != "movetime":
+        raw.send(end)
+    lines = raw.until("bestmove")
+    assert time.monotonic() - start < 1.5
+    assert not [line for line in lines if line.startswith("info depth 1")]
+    if end.startswith("go"):  # the second one gets its own answer
+        raw.until("bestmove", 5)
+
+
+def test_the_seed_decides(raw):
+    def play(seed):
+        raw.send(f"setoption name Seed value {seed}", "go")
+        return [line.split(" nodes")[0] for line in raw.until("bestmove")]
+
+    assert play(5) == play(5) != play(6)
+
+
+@pytest.mark.slow
+def test_it_leaves_in_the_middle_of_thinking():
+    raw = Raw()
+    raw.send("setoption name Samples value 256", "go infinite")
+    raw.until("info depth 0", 60)
+    raw.send("quit")
+    assert raw.process.wait(5) == 0 and raw.process.stderr.read() == b""
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_no_model_is_one_sentence(tmp_path):
+    process = subprocess.run([sys.executable, "-m", "tools.uci", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1 and process.stdout == ""
+    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program, as python-chess's client uses it: it raises at any illegal move and at any line out of turn
+
+
+def play(engine, board, limit, game=None):
+    result = engine.play(board, limit, game=game, info=chess.engine.INFO_ALL)
+    assert board.is_legal(result.move) and result.info["pv"] == [result.move]
+    board.push(result.move)
+
+
+def test_positions_without_moves_have_none(engine):
+    for fen, score in ((MATED, Mate(-0)), (STALEMATE, Cp(0))):
+        result = engine.play(chess.Board(fen), Limit(depth=1), info=chess.engine.INFO_SCORE)
+        assert result.move is None and result.info["score"].relative == score
+    assert engine.play(chess.Board(), Limit(nodes=1), root_moves=[]).move is None
+
+
+@pytest.mark.parametrize("fen, uci_move", [(CASTLING, "e1c1"), (EN_PASSANT, "e5d6"), (PROMOTION, "a7a8n")])
+def test_special_moves_are_played(engine, fen, uci_move):
+    board, move = chess.Board(fen), chess.Move.from_uci(uci_move)
+    assert engine.play(board, Limit(nodes=1), root_moves=[move]).move == move
+    board.push(move)
+    play(engine, board, Limit(nodes=1))  # and the client sends the position with this move
+
+
+def test_analysis_gives_the_candidates(engine):
+    engine.configure({"Samples": 4})
+    board = chess.Board("r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3")
+    lines = engine.analyse(board, Limit(depth=1), multipv=3)
+    assert len(lines) == 3 == len({line["pv"][0] for line in lines})
+    assert all(board.is_legal(line["pv"][0]) for line in lines) and any("score" in line for line in lines)
+    with engine.analysis(board) as analysis:  # infinite: the rounds go on until it is stopped
+        for info in analysis:
+            if info.get("depth") == 2 and info.get("multipv") == 1:
+                break
+        analysis.stop()
+        assert board.is_legal(analysis.wait().move)
+    engine.configure({"Samples": 2})
+
+
+def test_it_plays_itself(engine):
+    board = chess.Board()
+    for limit in Limit(white_clock=60, black_clock=60), Limit(nodes=1), Limit(depth=1), *[Limit(time=0.001)] * 9:
+        play(engine, board, limit, game=1)
+    assert len(board.move_stack) == 12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slow: whole games
+
+
+@pytest.mark.slow
+def test_a_game_against_itself(engine):
+    with chess.engine.SimpleEngine.popen_uci(COMMAND, timeout=60, env=ENVIRONMENT) as other:
+        other.configure({"Seed": 1, "Samples": 2})
+        board = chess.Board()
+        while not board.is_game_over(claim_draw=True) and len(board.move_stack) < 80:
+            play((engine, other)[len(board.move_stack) % 2], board, Limit(nodes=2), game=2)
+        assert len(board.move_stack) > 9
+
+
+@pytest.mark.slow
+def test_full_games_against_stockfish(engine):
+    with chess.engine.SimpleEngine.popen_uci(find_stockfish()) as stockfish:
+        stockfish.configure({"Skill Level": 0})
+        for colour in chess.COLORS:
+            board, clock = chess.Board(), Limit(white_clock=60, black_clock=60, white_inc=0.5, black_inc=0.5)
+            while not board.is_game_over(claim_draw=True) and len(board.move_stack) < 200:
+                if board.turn == colour:
+                    play(engine, board, clock, game=colour)
+                else:
+                    board.push(stockfish.play(board, Limit(nodes=2000)).move)
+            assert board.is_game_over(claim_draw=True)
+
+
+@pytest.mark.slow
+def test_a_hundred_games_without_an_error(engine):
+    """Against random movers, from positions of all kinds; most moves in no time, some with a completion."""
+    rng = random.Random(0)
+    positions = rng.sample(data.load("builtin"), 100)
+    moves = ends = 0
+    for game, position in enumerate(positions):
+        board = chess.Board(position.fen)
+        for _ in range(16):
+            if board.is_game_over():
+                assert engine.play(board, Limit(time=0.001)).move is None or not board.is_checkmate()
+                ends += 1
+                break
+            if board.turn == (game % 2 == 0):
+                play(engine, board, Limit(nodes=1) if rng.random() < 0.05 else Limit(time=0.001), game)
+                moves += 1
+            else:
+                board.push(rng.choice(list(board.legal_moves)))
+    assert moves > 600 and ends > 0
+
+
+@pytest.mark.slow
+def test_no_position_whatever_kills_it(raw):
+    """Pieces strewn at random: no kings or many, pawns on the last ranks, the other side in check."""
+    rng = random.Random(0)
+    raw.send("setoption name Samples value 0")
+    for _ in range(200):
+        board = chess.Board(None)
+        for square in rng.sample(range(64), rng.randrange(65)):
+            board.set_piece_at(square, chess.Piece(rng.randrange(1, 7), rng.random() < 0.5))
+        board.turn = rng.random() < 0.5
+        raw.send(f"position fen {board.fen()}", "go")
+        moves = {move.uci() for move in board.legal_moves} or {"(none)"}
+        assert raw.until("bestmove")[-1].split()[1] in moves
+
+
+@pytest.mark.slow
+def test_it_starts_without_what_it_does_not_need():
+    unneeded = ["transformers", "huggingface_hub", "matplotlib", "trl", "pandas"]
+    code = f"import sys, tools.uci; print([name for name in {unneeded} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,316 @@
+"""The model as a chess engine: UCI on stdin and stdout, for chess programs and match runners.
+
+There is no search. Several completions of one prompt vote with the move after `B:`, among the legal moves alone; the
+model's own probability of each legal move breaks ties, and decides where no completion names a legal move or time is
+up. Stdin is read in the main thread, thinking has one of its own. The protocol: Kahlen and Meyer-Kahlen, UCI, 2006.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import chess
+import torch
+
+import tasks
+from model import GPT, fastest_dtype
+from rewards import read_policy
+from rollout import generate, pad_prompts
+from skill import LIMIT
+from tokenizer import LoadError
+from tools.label import MATE
+
+OPTIONS = {  # name: (type, default, lowest, highest)
+    "Temperature": ("string", 1.0, 0, 10),  # UCI has whole numbers only, so engines take others as text
+    "Samples": ("spin", 8, 0, 256),  # completions for a move; 0: the probability of the moves decides
+    "MultiPV": ("spin", 5, 1, 256),
+    "Seed": ("spin", 0, 0, 2**31 - 1),
+}
+COMMANDS = "uci debug isready setoption register ucinewgame position go stop ponderhit quit".split()
+OVERHEAD = 0.05  # seconds of a move's time that are left for the way to the client
+COUNTER = 9999  # a FEN's counters end here, or a prompt could be of any length
+MATES = 1000  # an evaluation that is so near to MATE is a mate, any other is centipawns
+MOVE = re.compile("[a-h][1-8][a-h][1-8][qrbn]?|0000")
+
+stdout = threading.Lock()  # both threads write
+
+
+def say(*lines):
+    with stdout:
+        print("\n".join(lines), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the client says
+
+
+def set_option(options, words):
+    """`name N value V` into the options, V within its bounds; the option's name, or None."""
+    names = {name.lower(): name for name in options}
+    match = re.fullmatch(r"name (\S+) value (-?[0-9]+(?:\.[0-9]+)?)", " ".join(words), re.IGNORECASE)
+    if not match or match[1].lower() not in names:
+        takes = (f"{name} ({low} to {high})" for name, (_, _, low, high) in OPTIONS.items())
+        say(f"info string the options are numbers: {', '.join(takes)}")
+        return None
+    name = names[match[1].lower()]
+    kind, _, low, high = OPTIONS[name]
+    value = max(low, min(high, float(match[2])))
+    options[name] = int(value) if kind == "spin" else round(value, 2)
+    return name
+
+
+def read_position(words):
+    """The board of `startpos|fen FEN [moves ...]`. From the first illegal move on, the moves are left out."""
+    at = words.index("moves") if "moves" in words else len(words)
+    if words[:1] == ["startpos"]:
+        board = chess.Board()
+    elif words[:1] == ["fen"]:
+        board = chess.Board(" ".join(words[1:at]))
+    else:
+        raise ValueError("a position is startpos, or fen and a FEN")
+    if max(board.halfmove_clock, board.fullmove_number) > COUNTER:
+        raise ValueError("no game lasts so long")
+    for word in words[at + 1 :]:
+        try:
+            move = board.parse_uci(word.lower())
+        except ValueError:
+            move = None
+        if not move:  # a null move is none either
+            say(f"info string {word} is illegal in {board.fen()}, so the moves end before it")
+            break
+        board.push(move)
+    return board
+
+
+def read_limits(words):
+    """{"wtime": 1000, ...} from the words after `go`; those without a number are left out."""
+    pairs = zip(words, words[1:])
+    return {name: int(value) for name, value in pairs if re.fullmatch("-?[0-9]{1,15}", value)}
+
+
+def seconds(limits, turn):
+    """How long a move may take. The model is done when its completions are, and has no use for more time."""
+    clock, increment = ("wtime", "winc") if turn else ("btime", "binc")
+    allowed = limits.get("movetime", math.inf)
+    if clock in limits:
+        left = limits[clock]
+        moves = max(1, min(20, limits.get("movestogo", 20)))
+        allowed = min(allowed, left / moves + limits.get(increment, 0), 0.8 * left)
+    return allowed / 1000 - OVERHEAD
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the model says
+
+
+def write_prompt(model, board):
+    return model.tokenizer.encode(tasks.policy_prompt(board.fen(), model.config.chess_format))
+
+
+@torch.no_grad()
+def rank(model, board, moves):
+    """{move: log-probability} of each of `moves` as the first one after `M:`, in one batch.
+
+    The data lists the engine's five best moves in random order, so this is a fifth of the probability to be among them.
+    """
+    encode, device = model.tokenizer.encode, model.wte.weight.device
+    answer = tasks.policy_completion(board.fen(), [(moves[0], 0)], model.config.chess_format)
+    prompt = write_prompt(model, board) + encode(answer.partition("M:")[0] + "M:")  # some formats pad before it
+    tokens, lengths = pad_prompts([encode(f" {move}") for move in moves], device)  # (N, T), (N,)
+    logits = model.score(*pad_prompts([prompt], device), tokens)  # (N, T, V)
+    logp = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]
+    return dict(zip(moves, logp.masked_fill(padding, 0).sum(1).tolist()))
+
+
+def score(pawns):
+    """An evaluation as UCI writes it; mate in n is labelled ±(MATE - n) centipawns."""
+    centipawns = round(max(-MATE, min(MATE, 100 * pawns)))
+    mate = max(1, MATE - abs(centipawns))
+    if mate > MATES:
+        return f"cp {centipawns}"
+    return f"mate {mate if centipawns > 0 else -mate}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Thinking
+
+
+class Stopped(Exception):
+    """Time is up in the middle of sampling."""
+
+
+class Search(threading.Thread):
+    """One `go`. The main thread says when time is up, also while it thinks, and when it may answer."""
+
+    def __init__(self, model, generator, board, words, options):
+        super().__init__(daemon=True)
+        self.model, self.generator, self.board, self.options = model, generator, board, dict(options)
+        self.moves = [move.uci() for move in board.legal_moves]
+        if "searchmoves" in words:
+            asked = {word for word in words[words.index("searchmoves") :] if MOVE.fullmatch(word)}
+            self.moves = [move for move in self.moves if move in asked or not asked]
+        limits = read_limits(words)
+        self.samples = min(options["Samples"], limits.get("nodes", math.inf))  # a completion is a node
+        if not options["Temperature"]:
+            self.samples = min(1, self.samples)  # greedy ones are all alike
+        self.seconds = seconds(limits, board.turn)
+        self.ponders = "ponder" in words and "infinite" not in words
+        self.started, self.deadline, self.free = time.monotonic(), math.inf, threading.Event()
+        if not {"infinite", "ponder"} & set(words):
+            self.release(self.seconds)
+        self.start()
+
+    def release(self, seconds):
+        """It has so long from now, and may answer."""
+        self.deadline = time.monotonic() + seconds
+        self.free.set()
+
+    def run(self):
+        try:
+            self.think()
+        except Exception:  # without an answer the client would wait for ever, but it sees that a program is gone
+            traceback.print_exc()
+            os._exit(1)
+
+    def think(self):
+        best = "(none)"
+        if self.moves:
+            best = self.choose()
+        else:
+            say(f"info depth 0 score {'mate 0' if self.board.is_checkmate() else 'cp 0'}")
+        self.free.wait()
+        say(f"bestmove {best}")
+
+    def choose(self):
+        """The best move so far when time is up, or after one round of completions; with `infinite` and `ponder` after
+        as many rounds as there is time for."""
+        self.chances = rank(self.model, self.board, self.moves)
+        self.votes, self.evaluations, depth = Counter(), defaultdict(list), 0
+        best = self.report(depth)
+        try:
+            while self.samples > 0 and time.monotonic() < self.deadline:
+                for text in self.complete():
+                    moves, numbers, vote, _ = read_policy(text)[1] or ((), (), None, ())
+                    if vote in self.chances:
+                        self.votes[vote] += 1
+                    for move, number in zip(moves, numbers):
+                        self.evaluations[move].append(number)
+                depth += 1
+                best = self.report(depth)
+                if self.free.is_set() or not self.options["Temperature"]:
+                    break
+        except Stopped:
+            pass
+        if not self.votes:
+            say("info string no completion gave a legal move in time, so the likeliest one is played")
+        return best
+
+    def complete(self):
+        """The texts of one group of completions; Stopped at the first token after the deadline."""
+
+        def look(*_):
+            if time.monotonic() >= self.deadline:
+                raise Stopped
+
+        model, temperature = self.model, self.options["Temperature"]
+        prompt = write_prompt(model, self.board)
+        limit = min(LIMIT, model.config.n_positions - len(prompt))
+        hook = model.register_forward_pre_hook(look)
+        try:
+            out = generate(model, [prompt], self.samples, limit, temperature, generator=self.generator)
+        finally:
+            hook.remove()
+        return [model.tokenizer.decode(row) for row in out.tokens.tolist()]
+
+    def report(self, depth):
+        """Says the candidates and returns the best of them. It is said last: match runners read the last line."""
+        order = sorted(self.chances, key=lambda move: (self.votes[move], self.chances[move]), reverse=True)
+        shown = order[:1] + [move for move in order[1:] if move in self.evaluations]
+        nodes, passed = depth * self.samples, round(1000 * (time.monotonic() - self.started))
+        lines = []
+        for place, move in enumerate(shown[: self.options["MultiPV"]], 1):
+            said = sorted(self.evaluations.get(move, ()))
+            value = f"score {score(said[len(said) // 2])} " if said else ""
+            lines.append(f"info depth {depth} multipv {place} {value}nodes {nodes} time {passed} pv {move}")
+        say(*reversed(lines))
+        return order[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load(name):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = GPT.load(name).to(device).cast(fastest_dtype(device))
+    positions = model.config.n_positions
+    if positions < len(write_prompt(model, chess.Board())) + LIMIT:
+        raise LoadError(f"{name}: the model's {positions} positions have no room for a prompt and its answer.")
+    return model
+
+
+def introduce(name):
+    say(f"id name nanorook {Path(name).resolve().name}", "id author the nanorook authors")
+    for option, (kind, default, low, high) in OPTIONS.items():
+        bounds = f" min {low} max {high}" if kind == "spin" else ""
+        say(f"option name {option} type {kind} default {default}{bounds}")
+    say("uciok")
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tools.uci", description=__doc__.split("\n")[0])
+    tiny = Path(__file__).parent.parent / "weights" / "tiny"  # a chess program starts it wherever it likes
+    parser.add_argument("model", nargs="?", default=tiny, help="a model folder or hub id (default: weights/tiny)")
+    name = parser.parse_args().model
+    model = load(name)
+    generator = torch.Generator(model.wte.weight.device).manual_seed(OPTIONS["Seed"][1])
+    options = {option: default for option, (_, default, _, _) in OPTIONS.items()}
+    board, search = chess.Board(), None
+    for line in sys.stdin.buffer:
+        words = line.decode("ascii", "ignore").split()
+        known = [i for i, word in enumerate(words) if word in COMMANDS]
+        command, *words = words[known[0] :] if known else [""]  # the protocol: what is unknown is skipped
+        if command == "uci":
+            introduce(name)
+        elif command == "isready":
+            say("readyok")
+        elif command == "setoption":
+            if set_option(options, words) == "Seed":
+                generator.manual_seed(options["Seed"])
+        elif command == "position":
+            try:
+                board = read_position(words)
+            except ValueError as error:
+                say(f"info string {error}, so the position stays what it was")
+        elif command == "go":
+            if search:
+                search.release(0)
+                search.join()
+            search = Search(model, generator, board, words, options)
+        elif command == "stop" and search:
+            search.release(0)
+        elif command == "ponderhit" and search and search.ponders:
+            search.release(search.seconds)
+        elif command == "quit":
+            break
+    if search:  # the same way out for `quit` and for the end of the input: what was asked is answered
+        if command == "quit":
+            search.release(0)
+        search.free.set()
+        search.join()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LoadError as error:
+        sys.exit(f"error: {error}")
+    except (KeyboardInterrupt, BrokenPipeError):  # nobody listens any more
+        os._exit(1)
