@@ -57,7 +57,9 @@ class Prompt:
         return Prompt(keys, values, self.lengths[groups], None if self.bias is None else self.bias[groups])
 
     def to(self, dtype):
-        return Prompt([k.to(dtype) for k in self.keys], [v.to(dtype) for v in self.values], self.lengths, self.bias)
+        """In `dtype` and contiguous, as decoding reads it at every step."""
+        keys, values = ([t.to(dtype).contiguous() for t in layers] for layers in (self.keys, self.values))
+        return Prompt(keys, values, self.lengths, self.bias)
 
 
 class Cache:

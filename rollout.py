@@ -76,9 +76,8 @@ def generate(
             f"{model.config.n_positions} positions; shorten the prompts or lower the limit of new tokens."
         )
     prompt = model.prefill(prompt_tokens, lengths)
-    if device.type == "cpu":  # the many small products of attention are faster in fp32, there is nothing to convert
-        prompt = prompt.to(torch.float32)
-    cache = Cache(model.config, B, group_size, device, prompt.keys[0].dtype)
+    dtype = torch.float32 if device.type == "cpu" else model.dtype  # on CPU small products are faster in fp32
+    prompt, cache = prompt.to(dtype), Cache(model.config, B, group_size, device, dtype)
     if noise is None:
         noise = torch.rand(N, T, device=device, generator=generator)
     tokens = torch.full((N, T), max(eos, 0), device=device)

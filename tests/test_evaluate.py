@@ -156,6 +156,8 @@ def test_what_a_move_gives_away_comes_from_the_label_or_from_stockfish(engine):
     lost = evaluate.cp_loss(engine, sample, say("d2d6"), SimpleNamespace(parts={"legal": 1.0}))
     assert 14 <= lost <= 19  # from a queen up to a queen down; evaluations count up to ten pawns
     assert evaluate.cp_loss(engine, sample, say("d2a1"), SimpleNamespace(parts={"legal": 0.0})) is None
+    modest = sample._replace(labels=(("d2d1", -50),))  # a move that is better than the labelled ones gives nothing away
+    assert evaluate.cp_loss(engine, modest, say("d2d8"), SimpleNamespace(parts={"legal": 1.0})) == 0
     assert evaluate.judge(engine, MATE, "a1a8") == stockfish.MATE
     assert evaluate.judge(engine, "7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "g1g6") == 0
 
@@ -233,8 +235,9 @@ def test_the_closed_loop_lasts_while_the_environment_is_true(player):
 
     columns = games.closed_loop(player(any_move, forgetful), [START], 0.0, None)
     assert [columns[n].tolist() for n in ("half_moves", "illegal", "untrue")] == [[[4, 1]], [[0, 1]], [[1, 1]]]
-    columns = games.closed_loop(player(any_move, lambda fen, move: "what"), [START], 0.0, None)
-    assert columns["half_moves"].tolist() == [[0, 1]] and columns["untrue"].tolist() == [[1, 1]]
+    for lie in (lambda fen, move: "what", lambda fen, move: truth(fen, move)[:-3] + "1+0"):  # the game is over, it says
+        columns = games.closed_loop(player(any_move, lie), [START], 0.0, None)
+        assert columns["half_moves"].tolist() == [[0, 1]] and columns["untrue"].tolist() == [[1, 1]]
 
 
 def test_the_closed_loop_shows_the_environment_the_last_ten_moves(player, monkeypatch):

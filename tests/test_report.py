@@ -19,7 +19,7 @@ from PIL import Image
 import data
 import rewards
 import tasks
-from tools import report
+from tools import boards, plots, report
 
 ROOT = Path(__file__).parent.parent
 STEPS = 30
@@ -230,26 +230,26 @@ def test_moves_are_as_good_as_their_grades_say():
     for sample in make_samples():
         _, answer = rewards.read_policy(sample["completion"])
         if sample["task"] == "P" and answer:
-            good, parts = report.quality(answer[2], sample), sample["parts"]
+            good, parts = boards.quality(answer[2], sample), sample["parts"]
             assert [good != "illegal", good in ("best", "five"), good == "best"] == [
                 parts[name] == 1 for name in ("legal", "top5", "best")
             ]
             seen.add(good)
-            picture = report.policy_figure("before", [sample])
-            assert f'stroke="{report.QUALITIES[good][0]}e8"' in picture
-            assert f'<span class="{good}">{report.QUALITIES[good][1]} {answer[2]}</span>' in picture
-    assert seen == set(report.QUALITIES)
+            picture = boards.policy_figure("before", [sample])
+            assert f'stroke="{boards.QUALITIES[good][0]}e8"' in picture
+            assert f'<span class="{good}">{boards.QUALITIES[good][1]} {answer[2]}</span>' in picture
+    assert seen == set(boards.QUALITIES)
 
 
 def test_boards_are_those_of_python_chess():
     board, arrows = chess.Board(), [chess.svg.Arrow(chess.E2, chess.E4, color="#123456")]
-    own = report.board_svg(board, chess.BLACK, "told", arrows, [chess.A1])
+    own = boards.board_svg(board, chess.BLACK, "told", arrows, [chess.A1])
     fill = {chess.A1: "#dc262699"}
-    theirs = chess.svg.board(board, orientation=chess.BLACK, arrows=arrows, fill=fill, colors=report.BOARD)
+    theirs = chess.svg.board(board, orientation=chess.BLACK, arrows=arrows, fill=fill, colors=boards.BOARD)
     pieces = r'<use href="(#[a-z]+-[a-z]+)"[^>]* (transform="[^"]*")'
     for element in (pieces, "<line [^>]*>", "<polygon [^>]*>", '<rect [^>]*fill="#dc2626"[^>]*>'):
         assert re.findall(element, own) == re.findall(element, theirs) != []
-    shared = report.shared_parts()[report.shared_parts().index('<g id="board-False">') :]
+    shared = boards.shared_parts()[boards.shared_parts().index('<g id="board-False">') :]
     assert '<use href="#board-False"/>' in own
     for element in ('<rect [^>]*class="square[^>]*>', "<g transform=.*?</g>"):  # squares, coordinates
         assert not set(re.findall(element, theirs)) - set(re.findall(element, shared)) and re.findall(element, theirs)
@@ -265,12 +265,12 @@ def test_wrong_squares_of_a_next_board_are_counted_and_marked():
             except ValueError:
                 continue  # rows of other lengths: python-chess reads no board there
             different = sum(said.piece_at(s) != chess.Board(true).piece_at(s) for s in chess.SQUARES)
-            page = report.environment_figures(sample["prompt"], [("before", [sample])])
+            page = boards.environment_figures(sample["prompt"], [("before", [sample])])
             assert page.count('fill="#dc2626" opacity') == different
             assert (f"{different} wrong squares" if different else "every square is right") in page
             marked += different
     assert marked > 0
-    cut = report.read_board("rnbqkbnr/pppppppppp/8 w - -")
+    cut = boards.read_board("rnbqkbnr/pppppppppp/8 w - -")
     assert cut.board_fen() == "rnbqkbnr/pppppppp/8/8/8/8/8/8"
 
 
@@ -281,21 +281,21 @@ def test_values_that_are_not_finite_leave_a_gap_and_a_cross(run):
     assert re.search('class="lost" d="([^"]+)"', figure) and "axis limit" in figure
     assert "null" in figure and "NaN" not in text
     rows = [{"step": 1, "x": math.inf}, {"step": 2}, {"step": 3, "x": 1}]
-    assert report.points_of(rows, "x") == [(1, math.inf), (3, 1)]
+    assert plots.points_of(rows, "x") == [(1, math.inf), (3, 1)]
 
 
 def test_long_runs_are_thinned_without_hiding_an_incident():
     rows = [{"step": i, "x": math.nan if i == 777 else i} for i in range(5000)]
-    points = report.points_of(rows, "x")
-    assert len(points) <= report.POINTS and sum(math.isnan(v) for _, v in points) == 1
+    points = plots.points_of(rows, "x")
+    assert len(points) <= plots.POINTS and sum(math.isnan(v) for _, v in points) == 1
     assert points[0] == (12, 6.0) and points[-1][0] == 4999
 
 
 def test_explosions_are_drawn_on_a_logarithmic_scale():
     points = [(i, 0.5) for i in range(99)] + [(99, 54_648_652.0)]
-    figure = report.plot("norm", "", [("norm", 0, "", points)], 0, 99)
+    figure = plots.plot("norm", "", [("norm", 0, "", points)], 0, 99)
     line = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", re.search('class="raw"[^>]*d="([^"]*)"', figure)[1])]
-    assert report.TOP <= line[-1] < 40 and 130 < line[0] < report.BOTTOM and "5.46e+07" in figure
+    assert plots.TOP <= line[-1] < 40 and 130 < line[0] < plots.BOTTOM and "5.46e+07" in figure
 
 
 def test_text_alternatives_tell_what_a_plot_shows(page):

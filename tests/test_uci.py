@@ -27,6 +27,7 @@ from tools.label import find_stockfish
 ROOT = Path(__file__).parent.parent
 COMMAND = str(ROOT / "uci.sh")
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
+PATIENCE = 200  # seconds; only a program that hangs needs them, or a machine that is very busy
 MATED = "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3"
 STALEMATE = "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1"
 CASTLING, EN_PASSANT = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1", "8/8/8/1k1pP3/8/8/8/4K3 w - d6 0 2"
@@ -51,12 +52,12 @@ class Raw:
         self.process.stdin.write(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
         self.process.stdin.flush()
 
-    def until(self, start, seconds=30):
+    def until(self, start):
         """Its lines up to the one that begins with `start`."""
-        lines, end = [], time.monotonic() + seconds
-        while not lines or not lines[-1].startswith(start):
-            lines.append(self.lines.get(timeout=max(0, end - time.monotonic())))
-        return lines
+        lines = [""]
+        while not lines[-1].startswith(start):
+            lines.append(self.lines.get(timeout=PATIENCE))
+        return lines[1:]
 
     def ask(self, *lines):
         """All it says to some lines that start no thinking."""
@@ -65,7 +66,7 @@ class Raw:
 
     def close(self):
         self.process.stdin.close()
-        return self.process.wait(20)
+        return self.process.wait(PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def raw(shared_raw):
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")  # a chess program starts it in a folder of its own
-    with chess.engine.SimpleEngine.popen_uci(COMMAND, timeout=60, cwd=folder, env=ENVIRONMENT) as engine:
+    with chess.engine.SimpleEngine.popen_uci(COMMAND, timeout=PATIENCE, cwd=folder, env=ENVIRONMENT) as engine:
         engine.configure({"Samples": 2})
         yield engine
         engine.quit()
@@ -225,7 +226,7 @@ def search(model, texts, monkeypatch, capsys, board, go="", **options):
 
     monkeypatch.setattr(uci, "generate", say)
     options = {name: default for name, (_, default, _, _) in uci.OPTIONS.items()} | options
-    uci.Search(model, None, board, go.split(), options).join(20)
+    uci.Search(model, None, board, go.split(), options).join()
     lines = capsys.readouterr().out.splitlines()
     last = [line.split() for line in lines if line.startswith("info depth 1 ")]
     candidates = {int(words[4]): (" ".join(words[6:8]) if "score" in words else None, words[-1]) for words in last}
@@ -311,7 +312,7 @@ def test_what_waits_answers_at_stop_alone(raw, line):
     lines += raw.ask("ponderhit") if "infinite" in line else raw.ask()
     assert not [said for said in lines if said.startswith("bestmove")]
     raw.send("stop")
-    assert raw.until("bestmove", 5)[-1].split()[1] in {move.uci() for move in chess.Board().legal_moves}
+    assert raw.until("bestmove")[-1].split()[1] in {move.uci() for move in chess.Board().legal_moves}
     assert raw.ask("stop", "stop") == []
 
 
@@ -320,7 +321,7 @@ def test_ponderhit_lets_it_answer(raw):
     raw.until("info depth 1 multipv 1")
     assert not [said for said in raw.ask() if said.startswith("bestmove")]
     raw.send("ponderhit")
-    raw.until("bestmove", 10)
+    raw.until("bestmove")
     for fen in (MATED, STALEMATE):  # no thinking, and yet it has to wait
         raw.send(f"position fen {fen}", "go ponder")
         assert len(raw.until("info depth 0")) == 1 and raw.ask() == []
@@ -330,19 +331,18 @@ def test_ponderhit_lets_it_answer(raw):
 
 @pytest.mark.parametrize("end", ["stop", "go movetime 1", "movetime"])
 def test_time_up_in_the_middle_of_thinking(raw, end):
-    """A round of 256 completions takes seconds; none of it is left when time is up."""
+    """A round of 256 completions takes seconds; it is cut short, and the likeliest move is played."""
     raw.send("setoption name Samples value 256", "go movetime 400" if end == "movetime" else "go")
-    raw.until("info depth 0")
-    time.sleep(0.2)
-    assert raw.ask() == []  # it answers in the middle of thinking
-    start = time.monotonic()
+    lines = raw.until("info depth 0")
     if end != "movetime":
+        time.sleep(0.05)
+        assert raw.ask() == []  # it is still thinking, and answers
         raw.send(end)
+    likeliest = lines[-1].split()[-1]
     lines = raw.until("bestmove")
-    assert time.monotonic() - start < 1.5
-    assert not [line for line in lines if line.startswith("info depth 1")]
+    assert lines[0].startswith("info string no completion") and lines[1:] == [f"bestmove {likeliest}"]
     if end.startswith("go"):  # the second one gets its own answer
-        raw.until("bestmove", 5)
+        assert raw.until("bestmove")[-1] == f"bestmove {likeliest}"
 
 
 def test_the_seed_decides(raw):
@@ -357,9 +357,10 @@ def test_the_seed_decides(raw):
 def test_it_leaves_in_the_middle_of_thinking():
     raw = Raw()
     raw.send("setoption name Samples value 256", "go infinite")
-    raw.until("info depth 0", 60)
+    raw.until("info depth 0")
     raw.send("quit")
-    assert raw.process.wait(5) == 0 and raw.process.stderr.read() == b""
+    assert raw.process.wait(PATIENCE) == 0 and raw.process.stderr.read() == b""
+    assert not any(line.startswith("info depth 1") for line in raw.lines.queue)
 
 
 @pytest.mark.slow
@@ -422,7 +423,7 @@ def test_it_plays_itself(engine):
 
 @pytest.mark.slow
 def test_a_game_against_itself(engine):
-    with chess.engine.SimpleEngine.popen_uci(COMMAND, timeout=60, env=ENVIRONMENT) as other:
+    with chess.engine.SimpleEngine.popen_uci(COMMAND, timeout=PATIENCE, env=ENVIRONMENT) as other:
         other.configure({"Seed": 1, "Samples": 2})
         board = chess.Board()
         while not board.is_game_over(claim_draw=True) and len(board.move_stack) < 80:

@@ -25,16 +25,17 @@ def find_mates(positions):
     """
     found = {}
     for position in tqdm(positions, desc="mates in one", unit=" positions", disable=None, leave=False):
+        won = any(abs(cp) > 100 * PAWNS for _, cp in position.moves)
+        if not won and not tasks.held_out(position.fen):
+            continue
         board = chess.Board(position.fen)
-        moves = [chess.Move.null()]  # stands for the position itself
-        if any(abs(cp) > 100 * PAWNS for _, cp in position.moves):
-            moves += board.legal_moves
-        for move in moves:
+        for move in [chess.Move.null(), *(board.legal_moves if won else ())]:  # the null move: the position itself
             after = board.copy(stack=False)
             if move:
                 after.push(move)
-            if tasks.held_out(after.fen()) and (mating := mating_moves(after)):
-                found.setdefault(tasks.board_key(after.fen()), (after.fen(), mating))
+            fen = after.fen()
+            if tasks.held_out(fen) and (mating := mating_moves(after)):
+                found.setdefault(tasks.board_key(fen), (fen, mating))
     return list(found.values())
 
 

@@ -2,7 +2,7 @@
 
 There is no search. Several completions of one prompt vote with the move after `B:`, among the legal moves alone; the
 model's own probability of each legal move breaks ties, and decides where no completion names a legal move or time is
-up. Stdin is read in the main thread, thinking has one of its own. The protocol: Kahlen and Meyer-Kahlen, UCI, 2006.
+up. Stdin is read in the main thread, thinking has one of its own. The protocol: UCI, by Huber and Meyer-Kahlen.
 """
 
 import argparse
