@@ -88,6 +88,9 @@ class Linear(nn.Linear):
 
     dtype = torch.float32
 
+    def reset_parameters(self):
+        pass  # GPT initialises
+
     def forward(self, x):
         return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
 
@@ -165,11 +168,15 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd, _weight=torch.empty(config.vocab_size, config.n_embd))
+        self.wpe = nn.Embedding(
+            config.n_positions, config.n_embd, _weight=torch.empty(config.n_positions, config.n_embd)
+        )
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         for name, p in self.named_parameters():  # GPT-2's initialisation
+            if p.is_meta:
+                continue  # to be loaded; and drawing there would import half of torch, for two seconds
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif ".ln_" not in name and not name.startswith("ln_"):

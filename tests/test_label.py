@@ -4,6 +4,7 @@ import gzip
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,7 +237,7 @@ def test_an_engine_that_is_missing_or_broken_is_one_sentence(tmp_path, monkeypat
     with pytest.raises(label.EngineError, match="said nothing for 0.1 seconds"):
         label.Engine("/bin/cat")
     monkeypatch.delenv("STOCKFISH_PATH", raising=False)
-    monkeypatch.setattr(engine.shutil, "which", lambda *args, **options: None)
+    monkeypatch.setattr(shutil, "which", lambda *args, **options: None)
     with pytest.raises(SystemExit, match="apt install stockfish"):
         label.find_stockfish()
 

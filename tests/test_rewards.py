@@ -2,13 +2,16 @@ import itertools
 import json
 import math
 import random
+import re
 import time
+from pathlib import Path
 
 import chess
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rewards
 import tasks
 from rewards import ENVIRONMENT, LIMIT, MALFORMED, POLICY, grade, read_environment, read_policy
 
@@ -649,3 +652,15 @@ def test_speed():
     for prompt, text, labels in work:
         grade(prompt, text, labels, False)
     assert len(work) / (time.process_time() - start) > 1000
+
+
+def test_the_task_of_the_readme(monkeypatch):
+    """Its block is code that works."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if b.startswith("# rewards.py"))
+    monkeypatch.setattr(rewards, "TASKS", dict(rewards.TASKS))
+    exec(block, vars(rewards))
+    prompt = "L: 7k/8/8/8/8/8/8/K7 w - - 0 1"
+    rewards_of = [rewards.grade(prompt, text, (), False).reward for text in ("", "a1a8", "a1a2 a1a8", "a1a2 a1b1 a1b2")]
+    assert rewards_of[0] == pytest.approx(-0.3) and rewards_of[-1] == 1 and sorted(rewards_of) == rewards_of
+    del rewards.LEGAL, rewards.legal_list

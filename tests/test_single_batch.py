@@ -87,9 +87,9 @@ def paid(change):
     return lambda batch: batch._replace(rewards=change(batch.rewards))
 
 
-def dropout(model):
+def dropout(model, p=0.1):
     for block in model.h:
-        block.mlp["c_proj"].register_forward_hook(lambda layer, x, y: torch.nn.functional.dropout(y, 0.1))
+        block.mlp["c_proj"].register_forward_hook(lambda layer, x, y: torch.nn.functional.dropout(y, p))
     torch.manual_seed(0)
     return model
 
@@ -309,7 +309,7 @@ def test_a_reference_that_shares_the_policys_weights(examine, policy):
 def test_what_train_refuses_to_start_with_is_named(examine, start, samples, monkeypatch):
     monkeypatch.setattr(train, "DTYPE", torch.bfloat16)
     assert all(look.ok for look in examine("after", copy.deepcopy(start).use(torch.bfloat16)).values())
-    policy = dropout(copy.deepcopy(start).use(torch.bfloat16))
+    policy = dropout(copy.deepcopy(start).use(torch.bfloat16), 0.3)
     with pytest.raises(SystemExit):
         train.first_look(policy, start.cast(torch.bfloat16), *train.rollout(policy, samples, 0))
     assert not examine("logprobs", policy)["logprobs"].ok

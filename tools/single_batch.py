@@ -81,15 +81,15 @@ WRONG = {
          "Every completion is perfect and nothing is left to learn: give harder positions as DATA."),
         (lambda f: f["different"] == 1,
          "Every reward is {max:g}, so there is no variance and no gradient: penalise by a factor, not by a cap."),
-        (lambda f: f["different"] == 2,
+        (lambda f: f["different"] == 2 < f["completions"] / 2,
          "They are binary, {min:g} or {max:g}, which leaves groups without variance: grade in steps."),
-        (lambda f: f["at_max"] > 0.5 and f["max"] < 1 - 1e-6,
+        (lambda f: f["at_max"] > 0.5 and f["different"] > 2 and f["max"] < 1 - 1e-6,
          "{at_max:.0%} are capped at {max:g}, which hides the better ones: penalise by a factor, not by a cap."),
     ),
     "logprobs": (
         (lambda f: not math.isfinite(f["training"]),
          "Training gives NaN or infinity from finite weights: try DTYPE=float32, then look into the forward."),
-        (lambda f: f.get("training_again", 0) > f["bound"] / 10,
+        (lambda f: f["training_again"] > f["bound"] / 10,
          "The training forward says something else when asked again: dropout or other chance is in it, remove it."),
         (lambda f: f.get("sampling_as_set", math.inf) < f["bound"],
          "Training leaves out TEMPERATURE={TEMPERATURE:g}, TOP_K={TOP_K} or TOP_P={TOP_P:g}: train what is sampled."),
@@ -172,8 +172,9 @@ def examine(model, reference, optimizer, samples):
     if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
         return
     paid = torch.cat([batch.rewards for batch in batches])  # (N,)
-    figures = {"mean": mean(paid), "std": paid.std().item(), "min": paid.min().item(), "max": paid.max().item()}
-    figures |= {"different": len((paid * 1e6).round().unique()), "at_max": mean(paid > paid.max() - 1e-6)}
+    figures = {"completions": len(paid), "mean": mean(paid), "std": paid.std().item()}
+    figures |= {"min": paid.min().item(), "max": paid.max().item()}
+    figures |= {"at_max": mean(paid > paid.max() - 1e-6), "different": len((paid * 1e6).round().unique())}
     yield station("rewards", figures)
 
     # Before the update: one number for each token, in the order of the microbatches
@@ -196,10 +197,9 @@ def examine(model, reference, optimizer, samples):
     sampled, trained = each(lambda part: part.rollout_logprobs), each(forward)
     gap = (trained - sampled).abs()
     figures = {"sampling": mean(sampled), "training": mean(trained), "gap": mean(gap), "gap_max": gap.max().item()}
-    figures["bound"] = 1e-3 if exact else 0.05  # train.first_look's
-    if not figures["gap"] < figures["bound"]:  # look for the cause
+    figures |= {"training_again": mean((each(forward) - trained).abs()), "bound": 1e-3 if exact else 0.05}
+    if not figures["gap"] < figures["bound"]:  # train.first_look's bound; look for the cause
         asked = train.TEMPERATURE, train.TOP_K, train.TOP_P
-        figures["training_again"] = mean((each(forward) - trained).abs())
         figures["sampling_as_set"] = mean((each(lambda part: under(part, *asked)) - sampled).abs())
         figures["sampling_as_plain"] = mean((each(under) - sampled).abs())
     yield station("logprobs", figures)
