@@ -385,8 +385,8 @@ def main():
             seen = see(step + 1)
             state["skill"]["after" if last else f"step {step + 1}"] = seen
             (out / "skill.json").write_text(json.dumps(state["skill"], indent=2))
-            reward = seen[f"policy reward T={TEMPERATURE:g}"][0] + seen[f"environment reward T={TEMPERATURE:g}"][0]
-            state["best"] = max(state["best"], (reward, step + 1))
+            rewards = [mean for name, (mean, _) in seen.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
+            state["best"] = max(state["best"], (sum(rewards), step + 1))
             show(graded)
             print(table(state["skill"]), flush=True)
         if lead and ((step + 1) % SAVE_EVERY == 0 or last or leaving):

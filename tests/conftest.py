@@ -40,3 +40,10 @@ def byte_model():
     """Random weights over bytes: 256 is the end token."""
     torch.manual_seed(1)
     return GPT(GPTConfig(257, 384, 32, 2, 2, eos_token_id=256, chess_format="expanded"))
+
+
+@pytest.fixture(autouse=True)
+def denormal_numbers():
+    """train.main() turns them off for its process; other tests, and hypothesis, count on them."""
+    yield
+    torch.set_flush_denormal(False)

@@ -72,6 +72,7 @@ def test_soak(tmp_path, never_killed, how):
     assert (rows, files) == never_killed
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_so_and_goes_on(tmp_path, monkeypatch):
     out = tmp_path / "out"
     process = start(out, STEPS=50)
@@ -167,3 +168,17 @@ def test_out_of_memory_halves_the_microbatch_once(tmp_path, monkeypatch, capsys)
     assert calls == [4096, 2048, 2048]
     assert "once more with MICROBATCH_TOKENS=2048" in capsys.readouterr().out
     assert GPT.load(tmp_path / "out" / "model")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    out = tmp_path / "out"
+    assert finish(start(out, STEPS=2))[0] == 0
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OUT_DIR": str(out), "STEPS": "4"}
+    env |= {name: str(value) for name, value in SMALL.items()}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and "2 process(es)" in done.stdout
+    assert all(row["tokens"] > 0 and row["skipped"] == 0 for row in rows)

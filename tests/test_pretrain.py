@@ -105,6 +105,7 @@ def test_it_learns(few_positions, tmp_path):
     assert len(losses) == 10 and sum(losses) / 10 < 1.5  # chance is log 257 = 5.5
 
 
+@pytest.mark.slow
 def test_gpt2s_kind_of_model_in_rookworlds_format(few_positions, tmp_path):
     """The 124M configuration in small: its text format, a byte-level BPE from a folder, weights to start from."""
     from tokenizers import ByteLevelBPETokenizer

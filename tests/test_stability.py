@@ -76,7 +76,7 @@ def run(monkeypatch, **changes):
     for name, value in changes.items():
         monkeypatch.setattr(train, name, value)
     monkeypatch.setattr(train, "finish", lambda: None)  # pytest has arguments of its own
-    monkeypatch.setattr(train, "look", lambda *_: {"skill": (0.0, 0.0)})  # tests/test_train.py looks
+    monkeypatch.setattr(train, "look", lambda *_: {"skill": (0.0, 0.0)})  # test_train.py looks
     monkeypatch.setattr(train, "plot", lambda folder: None)
     monkeypatch.setattr(train, "DTYPE", changes.get("DTYPE", "float32"))
     train.main()
@@ -290,7 +290,7 @@ def test_recovery_goes_back_and_gives_up_with_words(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="failed a third time; a loss or gradient was not finite .* lower LR"):
         run(monkeypatch, STEPS=12, MAX_CONSECUTIVE_NANS=1, MIX_ENV_RATIO=0)
     said = capsys.readouterr().out
-    assert "learning rate times 0.5" in said and "learning rate times 0.25" in said
+    assert "LR times 0.5" in said and "LR times 0.25" in said
     assert said.count("● red") == 3
 
 
@@ -400,7 +400,7 @@ def test_no_setting_is_silent(name, plain_run, monkeypatch, tmp_path, start):
 def test_every_setting_is_known_to_do_something():
     """A new setting joins CHANGES, or this list with the test that sees its effect."""
     elsewhere = {
-        "OUT_DIR", "SAVE_EVERY", "KEEP_CHECKPOINTS", "EVAL_EVERY", "EVAL_POSITIONS",  # tests/test_train.py
+        "OUT_DIR", "FRESH", "SAVE_EVERY", "KEEP_CHECKPOINTS", "EVAL_EVERY", "EVAL_POSITIONS",  # test_train.py
         "DEVICE", "COMPILE", "REF_DEVICE", "MICROBATCH_TOKENS", "REPORT_TO", "RUN_NAME",  # tests/test_train.py
         "CLIP_RANGE", "CLIP_RANGE_HIGH",  # tests/test_grpo.py: a ratio is 1 in the only update of a step
         "KL_WARMUP_FACTOR",  # nothing without KL_WARMUP_STEPS
