@@ -1,5 +1,6 @@
 """What a run says of itself: its state with what to do about it, the progress line, sample completions."""
 
+import math
 import os
 import platform
 import resource
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+import grpo
 from skill import mean_parts
 
 
@@ -35,6 +37,30 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         if wrong:
             return state, advice
     return "green", ""
+
+
+def measured(rewards, group_size, losses, norms, seen, stats):
+    """The numbers of an update; `seen` sums tokens, sampling gap, entropy and KL over the batch."""
+    tokens, gap, entropy, kl = seen.tolist()
+    return {
+        "loss": losses.mean().item(),
+        "grad_norm": max(norms, key=lambda norm: (math.isnan(norm), norm)),
+        "frac_zero_std": grpo.zero_variance(rewards, group_size).float().mean().item(),
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std().item(),
+        "reward_max": rewards.max().item(),
+        "entropy": entropy / tokens,
+        "logprob_gap": gap / tokens,
+        "kl": kl / tokens,
+        "kl_sequence": kl / len(rewards),
+        "length": tokens / len(rewards),
+        "tokens": tokens,
+        "ratio_mean": stats["ratio_sum"] / stats["tokens"],
+        "ratio_min": stats["ratio_min"],
+        "ratio_max": stats["ratio_max"],
+        "clip_low": stats["clip_low"] / stats["tokens"],
+        "clip_high": stats["clip_high"] / stats["tokens"],
+    }
 
 
 def parts_by_task(graded):

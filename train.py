@@ -24,10 +24,11 @@ import tasks
 from batch import Batch, microbatches
 from engine import LiveLabels
 from model import GPT, fastest_dtype
-from monitor import describe, diagnose, parts_by_task, peak_memory, progress_line, reporter, show
+from monitor import describe, diagnose, measured, parts_by_task, peak_memory, progress_line, reporter, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
 from settings import compare, finish, setting, values
+from settings import refuse as stop
 from skill import ask, look, mean_parts, sample_and_grade, table
 from tokenizer import LoadError
 from tools.curves import plot
@@ -42,7 +43,7 @@ SEED                    = setting("SEED", 0, "decides positions and samples: ste
 DEVICE                  = setting("DEVICE", "cuda" if torch.cuda.is_available() else "cpu", "where to train")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", torch.cuda.is_available(), "torch.compile the training forward")
-STEPS                   = setting("STEPS", 120, "rollout batches to learn from", low=0)
+STEPS                   = setting("STEPS", 120, "rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 16, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 8, "G, completions for each prompt", low=2)
 MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
@@ -183,30 +184,12 @@ def update(model, reference, optimizer, batches, kl_coef):
         else:
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
-    tokens, gap, entropy, kl = total(torch.stack(seen).sum(0)).tolist()
     stats = {name: total(value, grpo.REDUCE[name]).item() for name, value in grpo.merge_stats(stats).items()}
-    metrics = {
-        "loss": torch.stack(losses).mean().item(),
-        "grad_norm": max(norms, key=lambda norm: (math.isnan(norm), norm)),
-        "skipped": skipped,
-        "broken": not all(p.isfinite().all() for p in model.parameters()),  # an optimizer's state can be, too
-        "frac_zero_std": grpo.zero_variance(rewards, GROUP_SIZE).float().mean().item(),
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
-        "reward_max": rewards.max().item(),
-        "entropy": entropy / tokens,
-        "logprob_gap": gap / tokens,
-        "length": tokens / len(rewards),
-        "tokens": tokens,
-        "ratio_mean": stats["ratio_sum"] / stats["tokens"],
-        "ratio_min": stats["ratio_min"],
-        "ratio_max": stats["ratio_max"],
-        "clip_low": stats["clip_low"] / stats["tokens"],
-        "clip_high": stats["clip_high"] / stats["tokens"],
-    }
-    if reference is not None:
-        metrics |= {"kl": kl / tokens, "kl_sequence": kl / len(rewards)}
-    return metrics
+    metrics = measured(rewards, GROUP_SIZE, torch.stack(losses), norms, total(torch.stack(seen).sum(0)), stats)
+    if reference is None:
+        del metrics["kl"], metrics["kl_sequence"]  # of the policy to itself
+    broken = not all(p.isfinite().all() for p in model.parameters())  # an optimizer's state can be what is not finite
+    return metrics | {"skipped": skipped, "broken": broken}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,14 +213,8 @@ def first_look(model, reference, batches, graded):
         stop(f"KL to the reference is {kl / tokens:.5f} before any update, so the reference is not the start model.")
     structure = mean_parts([grade for _, _, grade in graded])["structure"]
     if structure < 0.2:
-        stop(
-            f"only {structure:.0%} of the first completions have the structure of an answer, so MODEL={MODEL} does not "
-            "speak this format: check its weights and chess_format in its config.json, or pretrain it first."
-        )
-
-
-def stop(message):
-    sys.exit(f"error: {message}")
+        stop(f"only {structure:.0%} of the first completions have the structure of an answer, so MODEL={MODEL} does not "
+             "speak this format: check its weights and chess_format in its config.json, or pretrain it first.")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,7 +237,6 @@ def main():
         stop("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
     parallel.start(DEVICE)
     DTYPE = fastest_dtype(DEVICE) if DTYPE == "auto" else getattr(torch, DTYPE)
-    torch.manual_seed(SEED)
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
 
     # Positions, model, reference, optimizer
@@ -272,9 +248,8 @@ def main():
     label = LiveLabels()
     tests = label(ask(held_out, EVAL_POSITIONS, chess_format))
     reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    decay = {1: 0.0, 2: WEIGHT_DECAY}  # by dimensions: vectors, matrices
+    groups = [{"params": [p for p in model.parameters() if p.ndim == n], "weight_decay": decay[n]} for n in decay]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=DEVICE == "cuda")
     if COMPILE:  # what training calls; decoding has its own captured graphs
         model.score = torch.compile(model.score, dynamic=True)
@@ -284,15 +259,7 @@ def main():
 
     # Where the run stands: at its beginning, or where it was stopped. `state` is what a step leaves to the next one.
     say = functools.partial(print, flush=True) if lead else lambda *_: None
-    state = {
-        "step": 0,
-        "kl_coef": KL_COEF,
-        "lr_factor": 1.0,
-        "in_a_row": 0,
-        "rollbacks": 0,
-        "skill": {},
-        "best": (-1.0, 0),
-    }
+    state = dict(step=0, kl_coef=KL_COEF, lr_factor=1.0, in_a_row=0, rollbacks=0, skill={}, best=(-1.0, 0))
     state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     if lead:
         hold = checkpoint.lock(out)
@@ -390,9 +357,9 @@ def main():
             show(graded)
             print(table(state["skill"]), flush=True)
         if lead and ((step + 1) % SAVE_EVERY == 0 or last or leaving):
-            extra = {"reference": reference.state_dict()} if reference is not None and REF_UPDATE_EVERY else {}
-            extra |= {"optimizer": optimizer.state_dict(), "settings": values()}
-            checkpoint.save(out, model, state | extra, KEEP_CHECKPOINTS)
+            moved = {"reference": reference.state_dict()} if reference is not None and REF_UPDATE_EVERY else {}
+            whole = state | moved | {"optimizer": optimizer.state_dict(), "settings": values()}
+            checkpoint.save(out, model, whole, KEEP_CHECKPOINTS)
         if leaving and not last:
             say(f"stopped after step {step + 1}; the same command goes on from there.")
             sys.exit(128 + (stopping or [0])[0])
