@@ -122,7 +122,14 @@ def test_live_labels_are_those_of_stockfish():
     assert live.failures == 0 and len({s.labels for s in labelled if s.prompt.startswith("P")}) == 3
 
 
-@pytest.mark.parametrize("text", ["exit 1", "sleep 60", "while read x; do echo uciok; echo bestmove e9e9; done"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exit 1",
+        pytest.param("sleep 60", marks=pytest.mark.slow),
+        "while read x; do echo uciok; echo bestmove e9e9; done",
+    ],
+)
 def test_an_engine_that_dies_hangs_or_talks_nonsense(tmp_path, monkeypatch, text):
     monkeypatch.setenv("STOCKFISH_PATH", stub(tmp_path, text))
     monkeypatch.setattr(engine.Engine, "SILENCE", 0.1)
@@ -151,6 +158,7 @@ def test_without_an_engine_the_rules_alone_are_graded(monkeypatch):
 # Memory
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_microbatch_once(tmp_path, monkeypatch, capsys):
     update, calls = train.update, []
 

@@ -63,6 +63,7 @@ def test_killed_and_resumed_equals_never_killed(few_positions, tmp_path):
     torch.testing.assert_close(hf(tokens).logits, GPT.load(tmp_path / "whole")(tokens), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_model_is_refused(few_positions, tmp_path):
     (tmp_path / "m").mkdir()
     for state in {"model": {}, "optimizers": []}, {"something": 1}:

@@ -273,7 +273,9 @@ def inject(monkeypatch, stage, steps):
     monkeypatch.setattr(train, "total", broken_gradient)
 
 
-@pytest.mark.parametrize("stage", ["logits", "reward", "loss", "gradient", "optimizer"])
+@pytest.mark.parametrize(
+    "stage", ["logits", "optimizer", *(pytest.param(x, marks=pytest.mark.slow) for x in ("reward", "loss", "gradient"))]
+)
 def test_recovery_from_nan(stage, monkeypatch, capsys):
     inject(monkeypatch, stage, {1})
     rows = run(monkeypatch, MIX_ENV_RATIO=0)
