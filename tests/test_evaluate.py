@@ -250,7 +250,7 @@ def test_the_closed_loop_shows_the_environment_the_last_ten_moves(player, monkey
 
 
 def test_games_against_stockfish_are_written_as_pgn(player):
-    columns, texts = games.match(player(until(12)), "it", 4, 0, 0.0, None)
+    columns, texts = games.match(player(until(12)), "it", 4, 20, 0.0, None)
     read = [chess.pgn.read_game(io.StringIO(text)) for text in texts]
     assert [game.headers["White"] == "it" for game in read] == [True, False, True, False]
     for game, (score, _), (half_moves, _), (illegal, moved) in zip(
