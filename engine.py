@@ -12,6 +12,7 @@ import chess
 import tasks
 
 CANDIDATES = 5
+NODES = 6000  # for a label, as in the embedded positions
 MATE = 100000  # mate in n is worth ±(MATE - n) centipawns
 
 
@@ -19,12 +20,15 @@ class EngineError(Exception):
     """The message says what the engine did."""
 
 
+def named_or_installed():
+    return os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
+
+
 def find_stockfish():
     """The path of the program; without one, exit with a sentence."""
-    path = os.environ.get("STOCKFISH_PATH")
+    path = named_or_installed()
     if path and not shutil.which(path):
         sys.exit(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
-    path = path or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
     if not path:
         sys.exit("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program.")
     return path
@@ -104,17 +108,20 @@ class Engine:
             raise EngineError(f"gave no legal moves for {board.fen()}")
         return tuple(sorted(moves, key=lambda move: -move[1]))
 
+    def search_afresh(self, board, nodes=NODES):
+        """From an empty hash table: whatever was asked before, the answer depends on the position alone."""
+        self.send("ucinewgame")
+        return self.search(board, nodes)
+
 
 class LiveLabels:
     """Moves for positions without labels. An engine that dies, hangs or talks nonsense is started again; after too many
     failures, or without an engine, such positions stay without: then only what needs no engine is graded."""
 
-    NODES = 6000  # as in the embedded positions
     PATIENCE = 10  # failures
 
     def __init__(self):
-        known = os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish", path=f"{os.environ['PATH']}:/usr/games")
-        self.path = find_stockfish() if known else None
+        self.path = find_stockfish() if named_or_installed() else None
         self.engine, self.failures = None, 0
 
     def __call__(self, samples):
@@ -132,8 +139,7 @@ class LiveLabels:
                 break
             try:
                 self.engine = self.engine or Engine(self.path)
-                self.engine.send("ucinewgame")  # the same answer, whatever was asked before
-                return self.engine.search(chess.Board(fen), self.NODES)
+                return self.engine.search_afresh(chess.Board(fen))
             except EngineError:
                 self.failures += 1
                 if self.engine:

@@ -182,15 +182,14 @@ class GPT(nn.Module):
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
-    def forward(self, tokens, prompt=None, cache=None, at=None, head=True):
-        """Logits (N, S, V) of the token after each of `tokens` (N, S); with head=False the hidden states (N, S, C).
+    def forward(self, tokens, prompt=None, cache=None, at=None):
+        """Logits (N, S, V) of the token after each of `tokens` (N, S).
 
         model(tokens)                        plain causal attention
         model(tokens, prompt)                training: rows that continue their group's shared prompt, N = B·G
         model(tokens, prompt, cache, at)     decoding: S = 1; `at` (1,) is the token's place in the cache
         """
-        x = self.trunk(tokens, prompt, cache, at)[0]
-        return self.head(x) if head else x
+        return self.head(self.trunk(tokens, prompt, cache, at)[0])
 
     def head(self, x):
         return F.linear(x.to(self.dtype), self.unembedding().to(self.dtype))

@@ -117,7 +117,7 @@ def test_live_labels_are_those_of_stockfish():
         else:
             board = tasks.chess.Board(tasks.contract(before.prompt[3:].strip()))
             other.send("ucinewgame")
-            assert not before.labels and after.labels == other.search(board, live.NODES)
+            assert not before.labels and after.labels == other.search(board, engine.NODES)
     other.close()
     assert live.failures == 0 and len({s.labels for s in labelled if s.prompt.startswith("P")}) == 3
 

@@ -28,7 +28,6 @@ from tokenizer import LoadError
 from tools import games
 from tools.mates import find_mates, read_bigbench
 
-NODES = 6000  # for a move that has no label: as many as the embedded labels had
 RESAMPLES = 2000
 
 # What is shown, and the part of a grade that it is (rewards.py says what each means).
@@ -63,8 +62,7 @@ def labelled(positions, engine):
     found = []
     for position in tqdm(positions, desc="labels", unit=" positions", disable=None, leave=False):
         if engine and not position.moves:
-            engine.send("ucinewgame")  # empties the hash table: the labels depend on the position alone
-            position = position._replace(moves=engine.search(chess.Board(position.fen), NODES))
+            position = position._replace(moves=engine.search_afresh(chess.Board(position.fen)))
         found.append(position)
     return found
 
@@ -76,8 +74,7 @@ def judge(engine, fen, uci):
     board.push_uci(uci)
     if board.is_game_over():
         return MATE if board.is_checkmate() else 0
-    engine.send("ucinewgame")
-    return -engine.search(board, NODES)[0][1]
+    return -engine.search_afresh(board)[0][1]
 
 
 def cp_loss(engine, sample, text, grade):

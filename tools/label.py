@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import data
 import tasks
-from engine import CANDIDATES, MATE, Engine, EngineError, find_stockfish
+from engine import CANDIDATES, MATE, NODES, Engine, EngineError, find_stockfish
 
 CHUNK = 16  # positions of the input in a unit
 
@@ -67,8 +67,7 @@ def label(engine, positions, nodes):
     for position in positions:
         board = chess.Board(position.fen)
         if any(board.legal_moves):
-            engine.send("ucinewgame")  # empties the hash table: a label depends on its position alone
-            labelled.append(position._replace(moves=engine.search(board, nodes)))
+            labelled.append(position._replace(moves=engine.search_afresh(board, nodes)))
     return labelled
 
 
@@ -233,7 +232,7 @@ def main():
     parser.add_argument("out", metavar="OUT", help="the file to make; gzipped if its name ends in .gz")
     parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
     parser.add_argument("--positions", type=number, help="how many (default: 22000 from self-play, all from files)")
-    parser.add_argument("--nodes", type=number, default=6000, help="of a search (default: 6000)")
+    parser.add_argument("--nodes", type=number, default=NODES, help=f"of a search (default: {NODES})")
     parser.add_argument("--seed", type=int, default=0, help="of self-play (default: 0)")
     parser.add_argument("--workers", type=number, default=os.cpu_count(), help="processes (default: one for each core)")
     parser.add_argument("--describe", action="store_true", help="only print what the finished OUT consists of")

@@ -20,12 +20,12 @@ import chess
 import torch
 
 import tasks
+from engine import MATE
 from model import GPT, fastest_dtype
 from rewards import read_policy
 from rollout import generate, pad_prompts
 from skill import LIMIT
 from tokenizer import LoadError
-from tools.label import MATE
 
 OPTIONS = {  # name: (type, default, lowest, highest)
     "Temperature": ("string", 1.0, 0, 10),  # UCI has whole numbers only, so engines take others as text
