@@ -450,20 +450,18 @@ def test_a_hundred_games_without_an_error(engine):
     """Against random movers, from positions of all kinds; most moves in no time, some with a completion."""
     rng = random.Random(0)
     positions = rng.sample(data.load("builtin"), 100)
-    moves = ends = 0
+    moves = 0
     for game, position in enumerate(positions):
         board = chess.Board(position.fen)
         for _ in range(16):
             if board.is_game_over():
-                assert engine.play(board, Limit(time=0.001)).move is None or not board.is_checkmate()
-                ends += 1
                 break
             if board.turn == (game % 2 == 0):
                 play(engine, board, Limit(nodes=1) if rng.random() < 0.05 else Limit(time=0.001), game)
                 moves += 1
             else:
                 board.push(rng.choice(list(board.legal_moves)))
-    assert moves > 600 and ends > 0
+    assert moves > 600
 
 
 @pytest.mark.slow
