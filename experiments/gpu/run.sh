@@ -1,0 +1,174 @@
+#!/usr/bin/env bash
+# Half an hour of one GPU: labels, pretraining, GRPO, the tables, for the embedded shape and for GPT-2 124M.
+#
+#   experiments/gpu/run.sh                      everything; run it again to go on where it was stopped or killed
+#   experiments/gpu/run.sh label pretrain       only the stages whose names begin so
+#   MINUTES=60 OUT=/data/gpu experiments/gpu/run.sh
+#
+# README.md beside this file says what a machine without a package registry needs, and what OUT holds afterwards.
+set -euo pipefail
+root=$(realpath "$(dirname "$0")/../..")
+OUT=$(realpath -m "${OUT:-$root/runs/gpu}") # before cd, so that it is where the caller means
+[ -z "${POSITIONS:-}" ] || POSITIONS=$(realpath "$POSITIONS")
+[ -z "${GPT2_TOKENIZER:-}" ] || GPT2_TOKENIZER=$(realpath "$GPT2_TOKENIZER")
+cd "$root"
+carried=$root/experiments/gpu
+PYTHON=${PYTHON:-python3}
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+stages="label pretrain-tiny pretrain-gpt2 before-tiny before-gpt2 grpo-tiny grpo-gpt2 after-tiny after-gpt2 bench"
+chosen=("$@")
+for name in "$@"; do
+    [[ " $stages" == *" $name"* ]] || fail "$name is no stage; there are: $stages."
+done
+
+# Whoever is killed may leave a child that still writes; it holds this lock too, so no second one joins it. Ten seconds
+# are for one that is about to end.
+mkdir -p "$OUT"
+exec 9>"$OUT/.lock"
+flock -w 10 9 || fail "$OUT is in use by another run, or by what one has left; wait for its end, or name another OUT."
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What has to be there. Wheels are unpacked rather than installed: a bare machine may have no pip.
+
+packages="chess tiktoken safetensors rapidfuzz tqdm numpy matplotlib"
+export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH}
+missing() {
+    "$PYTHON" -c "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])" "$@"
+}
+[ -z "$(missing torch)" ] || fail "$PYTHON has no PyTorch; install it, or name an interpreter that has it with PYTHON=."
+if [ -n "$(missing $packages)" ]; then
+    for wheel in "$carried"/wheels/*.whl; do
+        [ ! -e "$wheel" ] || "$PYTHON" -m zipfile -e "$wheel" "$OUT/packages"
+    done
+    lacking=$(missing $packages)
+    [ -z "$lacking" ] || fail "$PYTHON lacks $lacking: install them with pip, or put their wheels into $carried/wheels."
+fi
+if [ -z "${STOCKFISH_PATH:-}" ] && [ -e "$carried/stockfish.gz" ]; then
+    export STOCKFISH_PATH=$OUT/stockfish
+    gunzip -c "$carried/stockfish.gz" >"$OUT/stockfish"
+    chmod +x "$OUT/stockfish"
+fi
+headers=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+if ! command -v cc gcc clang >/dev/null || [ ! -e "$headers/Python.h" ]; then
+    echo "There is no C compiler, or no Python.h, which torch.compile needs; it stays off, and training is slower."
+    export TORCHDYNAMO_DISABLE=1
+fi
+[ -n "${GPT2_TOKENIZER:-}" ] || [ ! -e "$carried/gpt2/vocab.json" ] || GPT2_TOKENIZER=$carried/gpt2
+"$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
+import sys
+from engine import find_stockfish
+from tokenizer import LoadError, Tokenizer
+
+folder, tiny, positions = sys.argv[1:]
+if not positions:  # without labels to make, only the judge of cp_loss would be missing
+    find_stockfish()
+try:
+    Tokenizer.load(folder) if folder else Tokenizer.gpt2()
+except LoadError as error:
+    sys.exit(f"error: GPT-2's tokenizer: {error} GPT2_TOKENIZER=FOLDER names one with vocab.json and merges.txt.")
+if not tiny and not __import__("torch").cuda.is_available():
+    sys.exit("error: PyTorch sees no GPU; TINY=1 rehearses this script on CPU with a model of no use.")
+END
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stages
+
+seconds=$(awk "BEGIN { print int(60 * ${MINUTES:-30}) }")
+child= beat= name=preparation
+trap '[ -z "$beat" ] || kill "$beat" 2>/dev/null || true' EXIT
+trap '[ -z "$child" ] || { kill "$child" && wait "$child"; } || true
+      fail "stopped in $name; the same command goes on from there."' INT TERM HUP
+
+# stage NAME SHARE COMMAND ...: COMMAND within SHARE percent of the time, over all calls. Cut by its limit, it counts as
+# done too: all of them save as they go, and the next one takes what is there.
+stage() {
+    name=$1 limit=$((seconds * $2 / 100))
+    shift 2
+    if [ ${#chosen[@]} -gt 0 ]; then
+        local prefix mine=
+        for prefix in "${chosen[@]}"; do [[ $name != "$prefix"* ]] || mine=1; done
+        [ -n "$mine" ] || return 0
+    fi
+    if [ -e "$OUT/$name.done" ]; then
+        echo "$name: $(cat "$OUT/$name.done") before"
+        return 0
+    fi
+    local used left status=0
+    used=$(cat "$OUT/$name.used" 2>/dev/null || echo 0)
+    left=$((limit > used ? limit - used : 1))
+    echo "$name: $left s at most, $OUT/$name.log"
+    # Who is killed cannot say how long it ran, so it is written down every second. The lock is not for this one.
+    (while sleep 1 && kill -0 $$; do
+        used=$((used + 1))
+        echo $used >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
+    done) >/dev/null 2>&1 9>&- &
+    beat=$!
+    timeout --foreground --kill-after 60 "$left" "$@" >>"$OUT/$name.log" 2>&1 &
+    child=$!
+    wait $child || status=$?
+    kill $beat 2>/dev/null || true
+    child= beat=
+    case $status in
+        0) echo finished >"$OUT/$name.done" ;;
+        124 | 137) echo "cut by its time limit" >"$OUT/$name.done" ;;
+        *) fail "$name: $(tail -n 1 "$OUT/$name.log" | tr '\r' '\n' | tail -n 1) ($OUT/$name.log)" ;;
+    esac
+    echo "$name: $(cat "$OUT/$name.done")"
+    "$PYTHON" "$carried/summary.py" "$OUT"
+}
+
+workers=$(($(nproc) > 3 ? $(nproc) - 2 : 1))
+if [ -n "${TINY:-}" ]; then
+    label="--positions 300 --nodes 100 --workers 1"
+    small="--layers 1 --width 64 --heads 2 --rows 8 --eval-every 65 --eval-positions 2 --workers 1 --dtype float32"
+    small+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
+    tiny="$small --steps 130"
+    gpt2="$small --steps 200 --positions 512 --eval-every 100"
+    table="--limit 4 --judged 2 --self-play 1 --data $OUT/positions.txt.gz"
+    grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32"
+    grpo_tiny=$grpo grpo_gpt2=$grpo
+    bench="from tools import bench as b; small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
+b.WORKLOADS = {'W4': b.WORKLOADS['W4']._replace(**small)}; b.main()"
+else
+    label="--positions 600000 --seed 1"
+    # By the clock, with a fifth of the stage's share left for loading, compiling and looks at skill.
+    tiny="--minutes $(awk "BEGIN { print $seconds * 0.17 * 0.8 / 60 }") --rows 512 --eval-every 2500 --half"
+    gpt2="--minutes $(awk "BEGIN { print $seconds * 0.25 * 0.8 / 60 }") --rows 256 --eval-every 500 --lr 0.0006"
+    gpt2+=" --layers 12 --width 768 --heads 12 --positions 1024 --workers $workers"
+    tiny+=" --workers $workers"
+    table="--limit 1000 --judged 250 --self-play 50"
+    # More steps than there is time for, at a constant rate: the limit ends it, and a cut loses nothing.
+    grpo="STEPS=100000 LR_SCHEDULE=constant BATCH_POSITIONS=64 GROUP_SIZE=8 EVAL_EVERY=0 SAVE_EVERY=50"
+    grpo_tiny="$grpo LR=2e-4"
+    grpo_gpt2="$grpo LR=3e-5 MICROBATCH_TOKENS=32768" # logits of 50,257 tokens, some copies of them: 30 GB
+    bench="from tools import bench; bench.main()"
+fi
+
+trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
+    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || echo "$OUT/grpo-$1/latest"
+}
+
+positions=${POSITIONS:-$OUT/positions.txt.gz}
+[ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m tools.label "$positions" $label
+if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: the units that were labelled as a whole
+    awk '/^# unit/ { printf "%s", unit; unit = ""; next } !/^{/ { unit = unit $0 "\n" }' "$positions.partial" |
+        gzip >"$positions.tmp"
+    mv "$positions.tmp" "$positions"
+fi
+evaluate=("$PYTHON" -m tools.evaluate $table --pgn "$OUT/games.pgn")
+stage pretrain-tiny 17 "$PYTHON" -m tools.pretrain "$OUT/tiny" --data builtin "$positions" $tiny
+stage pretrain-gpt2 25 "$PYTHON" -m tools.pretrain "$OUT/gpt2" --data builtin "$positions" $gpt2 \
+    --format rookworld --tokenizer "${GPT2_TOKENIZER:-gpt2}"
+stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" --json "$OUT/before-tiny.json"
+stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" --json "$OUT/before-gpt2.json"
+stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
+stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
+stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" --json "$OUT/after-tiny.json"
+stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" --json "$OUT/after-gpt2.json"
+stage bench 12 "$PYTHON" -c "$bench" step --json "$OUT/bench.json"
+cat "$OUT/summary.md"
