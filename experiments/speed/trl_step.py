@@ -1,0 +1,143 @@
+"""A whole GRPO step here and in TRL's GRPOTrainer: the same weights, prompts, group, lengths and learning rate.
+
+    python -m experiments.speed.trl_step [--workload W3|W4] [--runs 5] [--json OUT]
+
+Both sides sample, decode, grade with rewards.grade, and make one update; nothing ends early. Each of TRL's steps is
+followed by one of ours in each dtype, and a ratio is the median of such pairs. A first pair warms up.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+import trl
+from datasets import Dataset, disable_progress_bars
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+import rewards
+import train
+from monitor import describe
+from tools import bench
+
+FUSED = {"activation_function": "gelu_pytorch_tanh"}  # GPT-2's gelu_new is written out as many small operations
+SETTINGS = {  # model_init_kwargs, and what GRPOConfig gets beyond what the work itself asks for
+    "default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
+    "float32": (FUSED, dict(bf16=False, gradient_checkpointing=False)),
+    "bfloat16 autocast": (FUSED, dict(bf16=True, gradient_checkpointing=False)),
+    "bfloat16 weights": (FUSED | {"dtype": "bfloat16"}, dict(bf16=False, gradient_checkpointing=False)),
+    "bfloat16 weights, 4 microbatches": (
+        FUSED | {"dtype": "bfloat16"},
+        dict(bf16=False, gradient_checkpointing=False, gradient_accumulation_steps=4),
+    ),
+}
+
+
+class Pairs(TrainerCallback):
+    """Times each step of TRL's, then makes ours."""
+
+    def __init__(self, run, steps):
+        self.run, self.steps, self.seconds = run, steps, []
+
+    def on_step_begin(self, *args, **kwargs):
+        self.start = bench.clock()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        seen = {"trl": bench.clock() - self.start}
+        for name, dtype in bench.DTYPES.items():
+            seen[name] = sum(self.run(dtype, state.global_step).values())
+        self.seconds.append(seen)
+
+
+def trainer(w, folder, samples, init, options, callback):
+    labels, new = {sample.prompt: sample.labels for sample in samples}, w.new
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        assert all(len(ids) == new for ids in completion_ids)
+        for prompt, text in zip(prompts, completions):
+            rewards.grade(prompt, text, labels[prompt], True)
+        return torch.rand(len(prompts)).tolist()  # as in bench: random text earns the same everywhere
+
+    options = {"gradient_accumulation_steps": 1, **options}
+    config = GRPOConfig(
+        output_dir=f"{folder}/out", use_cpu=train.DEVICE == "cpu", seed=0, model_init_kwargs=dict(init),
+        per_device_train_batch_size=w.prompts * w.group // options["gradient_accumulation_steps"],
+        num_generations=w.group, max_completion_length=w.new, max_steps=callback.steps, beta=w.kl,
+        loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
+        epsilon_high=train.CLIP_RANGE_HIGH, learning_rate=train.LR, lr_scheduler_type="constant", adam_beta2=0.95,
+        max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    dataset = Dataset.from_dict({"prompt": [sample.prompt for sample in samples]})
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
+    result = GRPOTrainer(f"{folder}/model", reward, config, dataset, processing_class=tokenizer, callbacks=[callback])
+    result.remove_callback(PrinterCallback)
+    result.model.generation_config.eos_token_id = None  # nothing ends early
+    result.generation_config.eos_token_id = None
+    result.eos_token_ids = [-1]
+    return result
+
+
+def show(name, row):
+    print(f"{name:34}{row['seconds']:8.2f} s ({min(row['all_seconds']):.2f} to {max(row['all_seconds']):.2f})", end="")
+    for dtype, ours in row["ours"].items():
+        print(f"   {dtype} here {ours['seconds']:.2f} s, {ours['times_as_fast']:.2f} times as fast", end="")
+    print(flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser("python -m experiments.speed.trl_step", description=__doc__.split("\n")[0])
+    p.add_argument("--workload", default="W3", choices=["W3", "W4"], help="see tools/bench.py")
+    p.add_argument("--runs", type=int, default=5, help="pairs for each setting, of which a number is the median")
+    p.add_argument("--json", metavar="OUT", help="also write the numbers to this file")
+    a = p.parse_args()
+    if a.workload not in bench.WORKLOADS:
+        sys.exit(f"error: {a.workload} is for machines without a GPU; on this one give --workload W4.")
+    if a.json and not Path(a.json).absolute().parent.is_dir():
+        sys.exit(f"error: {a.json} cannot be written: its folder does not exist.")
+    torch.set_flush_denormal(True)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    disable_progress_bars()
+
+    w, found = bench.WORKLOADS[a.workload], bench.positions()
+    run, model, _ = bench.start(w, found)
+    samples = bench.build(w, found)[1]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+    machine = describe(train.DEVICE, "see settings") | {"versions": versions, "threads": torch.get_num_threads()}
+    result = {"machine": machine, "workload": a.workload, "what": w.what, "runs": a.runs, "settings": {}}
+    print(f"{machine['machine']}, {machine['threads']} threads, {versions}")
+    print(f"{a.workload} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {a.runs} pairs each")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/model")
+        for name, (init, options) in SETTINGS.items():
+            pairs = Pairs(run, a.runs + 1)
+            trainer(w, folder, samples, init, options, pairs).train()
+            seen = pairs.seconds[1:]
+            row = {"model_init_kwargs": init, "config": options, "all_seconds": [s["trl"] for s in seen], "ours": {}}
+            row["seconds"] = median(row["all_seconds"])
+            for dtype in bench.DTYPES:
+                times = [s[dtype] for s in seen]
+                ratio = median(s["trl"] / s[dtype] for s in seen)
+                row["ours"][dtype] = {"seconds": median(times), "all_seconds": times, "times_as_fast": ratio}
+            result["settings"][name] = row
+            show(f"TRL, {name}", row)
+    fastest = min(SETTINGS, key=lambda name: result["settings"][name]["seconds"])
+    result["best"] = fastest
+    print(f"TRL's best setting: {fastest}")
+    if a.json:
+        Path(f"{a.json}.tmp").write_text(json.dumps(result, indent=2) + "\n")
+        os.replace(f"{a.json}.tmp", a.json)
+
+
+if __name__ == "__main__":
+    main()
