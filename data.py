@@ -28,9 +28,10 @@ HUB_LINES = 100_000  # of a dataset on the hub
 HUB_BAD_SHARE = 0.1  # RookWorld's games went on after some illegal moves, even a king's capture; nobody can mend that
 
 UCI = "[a-h][1-8][a-h][1-8][qrbn]?"
+CP = r"-?\d{1,7}"  # 99999 is a mate; a number of any length would not fit into a float
 BOARD = r"[1-8.pnbrqkPNBRQK/]+ [wb] [-A-Ha-hKQkq]+ (?:-|[a-h][36])"  # the first four fields of a FEN
-OURS = re.compile(rf"({BOARD} \d+ \d+);((?:{UCI}(?: {UCI})*)?);((?:{UCI}:-?\d+(?: {UCI}:-?\d+)*)?)")
-POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:-?\d+(?:\.\d+)?\s+)+)B: {UCI}")
+OURS = re.compile(rf"({BOARD} \d+ \d+);((?:{UCI}(?: {UCI})*)?);((?:{UCI}:{CP}(?: {UCI}:{CP})*)?)")
+POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.\d+)?\s+)+)B: {UCI}")
 ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} ?)+)\+([^+]+)\+-?\d(?:\.\d+)?\+[01]\+[01]")
 FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
 

@@ -258,10 +258,13 @@ class GPT(nn.Module):
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
         folder = fetch(source)
+        config, weights = read_config(folder), read_weights(folder)
+        if config.n_layer > len(weights):  # a stranger's millions of layers would take hours to build
+            raise LoadError(f"{folder}: config.json asks for {config.n_layer} layers, the weights have fewer tensors.")
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
-            model = cls(read_config(folder))
+            model = cls(config)
         wanted, found = model.state_dict(), {}
-        for name, tensor in read_weights(folder).items():
+        for name, tensor in weights.items():
             name = name.removeprefix("transformer.")
             if name.endswith((".attn.bias", ".attn.masked_bias")):
                 continue  # causal masks that old versions of transformers stored
@@ -363,7 +366,7 @@ def read_config(folder):
     defaults = asdict(GPTConfig())
     values = {name: content.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
-        if type(value) is not type(defaults[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**31):
+        if type(value) is not type(defaults[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**24):
             raise LoadError(f"{file}: {name} is {value!r}, which no GPT-2 has.")
     config = GPTConfig(**values)
     if min(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head) < 1:

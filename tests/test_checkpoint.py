@@ -1,6 +1,7 @@
 """checkpoint.py: whole or not at all, and never trusted unchecked."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -117,3 +118,107 @@ def test_rewind_keeps_each_step_once(tmp_path):
     assert [row["step"] for row in checkpoint.rewind(file, 2)] == [1, 2]
     assert len(file.read_text().splitlines()) == 2 and file.read_text().endswith("}\n")
     assert checkpoint.rewind(tmp_path / "none", 2) == []
+
+
+def test_lines_that_are_damaged_end_what_is_kept(tmp_path):
+    for bad in (b"\xff\xfe{}", b"[" * 100_000, b"5", b"null", b'{"other": 1}', b'{"step": "2"}'):
+        file = tmp_path / "metrics.jsonl"
+        file.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 3}\n')
+        assert checkpoint.rewind(file, 3) == [{"step": 1}]
+
+
+class Killed(BaseException):
+    """As SIGKILL: no handler of errors sees it."""
+
+
+@pytest.mark.parametrize(
+    "owner, name, nth",
+    [(GPT, "save", 1), (torch, "save", 1), (os, "rename", 1), (os, "rename", 2), (os, "symlink", 1), (os, "replace", 1)]
+    + [(checkpoint, "flush", n) for n in range(1, 8)],
+)
+def test_killed_at_any_moment_of_saving_latest_names_a_whole_one(byte_model, tmp_path, monkeypatch, owner, name, nth):
+    save(tmp_path, byte_model, 1)
+    function, calls = getattr(owner, name), []
+
+    def killed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == nth:
+            raise Killed
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        with pytest.raises(Killed):
+            save(tmp_path, byte_model, 2)
+    latest = (tmp_path / "latest").resolve()
+    newest, trainer, said = load(tmp_path)
+    assert not said and trainer["step"] == int(newest[-1])
+    assert latest.name in ("step-000001", newest) and GPT.load(latest)
+    save(tmp_path, byte_model, 3)  # what lies about is in nobody's way
+    assert load(tmp_path)[0] == "step-000003" == (tmp_path / "latest").resolve().name
+
+
+def test_everything_is_flushed_before_it_gets_its_name(byte_model, tmp_path, monkeypatch):
+    flushed, rename = [], os.rename
+    monkeypatch.setattr(checkpoint, "flush", lambda path: flushed.append(path.name))
+    monkeypatch.setattr(os, "rename", lambda a, b: (flushed.append(f"now {b.name}"), rename(a, b)))
+    save(tmp_path, byte_model, 1)
+    files = {file.name for file in (tmp_path / "step-000001").iterdir()}
+    named = flushed.index("now step-000001")
+    assert files | {".step-000001"} <= {*flushed[:named]} and tmp_path.name in flushed[named:]
+
+
+def test_an_out_dir_that_vanished_is_said(byte_model, tmp_path):
+    out = tmp_path / "out"
+    save(out, byte_model, 1)
+    out.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="step-000002 could not be written .No such file"):
+        checkpoint.save(out, byte_model, {**TRAINER, "step": 2}, 2)
+    assert not out.exists()
+
+
+def seal(folder):
+    """Checksums that fit, as a stranger would make them."""
+    sums = {file.name: checkpoint.digest(file) for file in folder.iterdir() if file.name != "sums.json"}
+    (folder / "sums.json").write_text(json.dumps(sums))
+
+
+class Code:
+    def __reduce__(self):
+        return exec, ("import pathlib; pathlib.Path('executed').touch()",)
+
+
+def test_code_in_a_checkpoint_is_not_executed(byte_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, byte_model, 1, 2)
+    torch.save({"step": 2, "code": Code()}, tmp_path / "step-000002" / "trainer.pt")
+    seal(tmp_path / "step-000002")
+    name, _, said = load(tmp_path)
+    assert name == "step-000001" and "damaged" in said[0] and said[0].count("\n") == 0
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("missing", ["trainer.pt", "model.safetensors", "config.json"])
+def test_a_file_without_a_checksum_is_not_trusted(byte_model, tmp_path, missing):
+    save(tmp_path, byte_model, 1, 2)
+    sums = tmp_path / "step-000002" / "sums.json"
+    sums.write_text(json.dumps({k: v for k, v in json.loads(sums.read_text()).items() if k != missing}))
+    assert load(tmp_path)[0] == "step-000001"
+
+
+def test_a_folder_of_another_name_is_no_checkpoint(byte_model, tmp_path):
+    save(tmp_path, byte_model, 1)
+    (tmp_path / "step-final").mkdir()
+    assert load(tmp_path)[0] == "step-000001"
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_leaves_at_once(first):
+    pid = os.fork()
+    if pid == 0:
+        stopping = checkpoint.leave_after_this_step()
+        os.kill(os.getpid(), first)
+        if stopping == [first]:  # the step goes on
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
