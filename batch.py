@@ -13,8 +13,9 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (N, T)
     mask: torch.Tensor  # (N, T) completion tokens, the end token included
     rollout_logprobs: torch.Tensor  # (N, T)
-    rewards: torch.Tensor  # (N,)
-    advantages: torch.Tensor | None = None  # (N,) once all rewards of the step are known
+    rewards: torch.Tensor  # (N, K) of the whole answer and, with CREDIT=word, of the words at K - 1 places
+    places: torch.Tensor  # (N, T) which of the K a token belongs to
+    advantages: torch.Tensor | None = None  # (N, T) once all rewards of the step are known
 
     def select(self, groups):
         """Some of the groups, without the columns that none of them uses."""
@@ -22,12 +23,14 @@ class Batch(NamedTuple):
         T = int(self.mask.view(B, -1, self.mask.shape[1])[groups].any(1).any(0).sum())
 
         def rows(x):  # of the chosen groups
-            return None if x is None else x.view(B, -1, *x.shape[1:])[groups].flatten(0, 1)
+            return x.view(B, -1, *x.shape[1:])[groups].flatten(0, 1)
 
-        wide = (rows(x)[:, :T] for x in (self.tokens, self.mask, self.rollout_logprobs))
-        return Batch(
-            self.prompts[groups, :P], self.lengths[groups], *wide, rows(self.rewards), rows(self.advantages)
-        )  # fmt: skip
+        tokens, mask, logprobs, places = (
+            rows(x)[:, :T] for x in (self.tokens, self.mask, self.rollout_logprobs, self.places)
+        )
+        advantages = None if self.advantages is None else rows(self.advantages)[:, :T]
+        prompts, lengths = self.prompts[groups, :P], self.lengths[groups]
+        return Batch(prompts, lengths, tokens, mask, logprobs, rows(self.rewards), places, advantages)
 
     def to(self, device):
         return Batch(*(None if x is None else x.to(device) for x in self))

@@ -13,6 +13,11 @@ import signal
 
 import torch
 
+from model import GPT
+from settings import compare
+
+WHOLE = {"config.json", "model.safetensors", "trainer.pt"}  # what every checkpoint has
+
 
 class CheckpointError(Exception):
     """The message is meant for the user."""
@@ -37,6 +42,7 @@ def save(out, model, trainer, keep):
     folder = out / f"step-{trainer['step']:06d}"
     part = out / f".{folder.name}"
     try:
+        flush(out)  # it may have vanished, and must not come back half empty
         shutil.rmtree(part, ignore_errors=True)
         model.save(part)
         torch.save(trainer, part / "trainer.pt")
@@ -64,20 +70,36 @@ def load(out, say):
     for folder in found:
         try:
             sums = json.loads((folder / "sums.json").read_text())
-            for name, sum in sums.items():
-                if digest(folder / name) != sum:
+            for name in {*sums, *WHOLE}:
+                if digest(folder / name) != sums.get(name):
                     raise ValueError(f"{name} has changed")
             return folder, torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            say(f"{folder} is damaged ({error}), so the checkpoint before it is taken.")
+        except Exception as error:  # an unpickler may raise anything at all
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            say(f"{folder} is damaged ({reason}), so the checkpoint before it is taken.")
     if found:
         raise CheckpointError(f"no checkpoint in {out} is whole; start over with FRESH=1.")
     return None
 
 
+def resume(out, model, optimizer, reference, state, say):
+    """What the newest checkpoint in `out` knows, loaded into its places; the state of the run, `state` if it is new."""
+    if not (found := load(out, say)):
+        return state
+    folder, state = found
+    compare(state["settings"], say)
+    model.load_state_dict(GPT.load(folder).state_dict())
+    optimizer.load_state_dict(state["optimizer"])
+    if "reference" in state:
+        reference.load_state_dict(state["reference"])
+    say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
+    return state
+
+
 def folders(out):
     """The checkpoints, newest first."""
-    return sorted(out.glob("step-*"), key=lambda folder: int(folder.name[5:]), reverse=True)
+    found = [folder for folder in out.glob("step-*") if folder.name[5:].isdecimal()]
+    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
 MADE = "settings.json run.json metrics.jsonl samples.jsonl skill.json curves.png report.html".split()
@@ -117,12 +139,13 @@ def rewind(file, step):
     if not file.exists():
         return []
     rows = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+            if row["step"] <= step:
+                rows.append(row)
+        except (ValueError, KeyError, TypeError, RecursionError):
             break
-    rows = [row for row in rows if row["step"] <= step]
     part = file.with_name(f".{file.name}")
     part.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(part, file)

@@ -5,11 +5,14 @@ A `mask` (N, T) is true on completion tokens, the end token among them. What lie
 NaN. Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+SCHEDULES = ("constant", "linear", "cosine")
 
 # exp of a log-ratio stops here. e^20 = 5e8 is far outside any trust region, yet small enough that its sum over a batch
 # and the square of that sum, which a gradient norm needs, still fit into fp32. Beyond the bound the gradient is zero.
@@ -21,25 +24,25 @@ MAX_LOG_RATIO = 20.0
 
 
 def advantages(rewards, group_size, scale="none"):
-    """Rewards (N,) against the mean of their group -> advantages (N,).
+    """Rewards (N, ...) against the mean of their group -> advantages of the same shape, each column by itself.
 
     scale="group" also divides by the standard deviation of the group (Shao et al., 2024, DeepSeekMath); "none" does
     not, as that favours prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO); "batch"
     divides by the standard deviation of all rewards. Give it the rewards of the whole batch, never of a microbatch.
     """
-    groups = rewards.view(-1, group_size)  # (B, G)
+    groups = rewards.view(-1, group_size, *rewards.shape[1:])  # (B, G, ...)
     result = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         result = result / (groups.std(1, keepdim=True) + 1e-4)
     elif scale == "batch":
-        result = result / (rewards.std() + 1e-4)
-    return result.masked_fill(zero_variance(rewards, group_size)[:, None], 0).flatten()
+        result = result / (rewards.std(0) + 1e-4)
+    return result.masked_fill(zero_variance(rewards, group_size)[:, None], 0).flatten(0, 1)
 
 
 def zero_variance(rewards, group_size):
-    """Groups (B,) whose rewards are all equal: they teach nothing, and must not, yet rounding of their mean would, once
-    divided by a deviation of nearly zero. The share of them is what logs call frac_zero_std."""
-    groups = rewards.view(-1, group_size)
+    """Groups (B, ...) whose rewards are all equal: they teach nothing, and must not, yet rounding of their mean would,
+    once divided by a deviation of nearly zero. The share of them is what logs call frac_zero_std."""
+    groups = rewards.view(-1, group_size, *rewards.shape[1:])
     return groups.amax(1) - groups.amin(1) <= 1e-6
 
 
@@ -50,7 +53,7 @@ def zero_variance(rewards, group_size):
 def policy_loss(
     logprobs,  # (N, T) of the policy in training, with gradient
     old_logprobs,  # (N, T) of the policy that sampled
-    advantages,  # (N,)
+    advantages,  # (N,), or (N, T) where each token has its own
     mask,  # (N, T)
     *,
     loss,
@@ -70,7 +73,7 @@ def policy_loss(
              token loses its gradient; mean over all tokens (MiniMax-M1, 2025)
     gspo     one ratio for each completion, the geometric mean of its tokens' ratios (Zheng et al., 2025)
     """
-    mask, advantages = mask.bool(), advantages[:, None]
+    mask, advantages = mask.bool(), advantages.view(len(mask), -1)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
     if loss == "gspo":
         log_ratio = log_ratio.sum(1, keepdim=True) / lengths(mask)  # (N, 1)
@@ -182,6 +185,14 @@ def adapt_kl_coef(coef, kl, target, rate=0.1):
 def kl_warmup(step, steps, factor):
     """What the coefficient is multiplied by at `step` (from 0): a line from `factor` to 1 over the first `steps`."""
     return factor + (1 - factor) * min(1, step / steps) if steps else 1.0
+
+
+def schedule(step, steps, warmup, kind):
+    """What the learning rate is multiplied by at `step` (from 0): up to 1 over the warm-up, then level or down to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

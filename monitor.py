@@ -1,5 +1,6 @@
 """What a run says of itself: its state with what to do about it, the progress line, sample completions."""
 
+import json
 import math
 import os
 import platform
@@ -13,6 +14,8 @@ from pathlib import Path
 import torch
 
 import grpo
+from checkpoint import rewind
+from settings import values
 from skill import mean_parts
 
 
@@ -122,6 +125,22 @@ def describe(device, dtype):
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def begin(out, state, about, report):
+    """The files of a run, cut back to where it stands: (its steps so far, a function that writes the next one)."""
+    past = rewind(out / "metrics.jsonl", state["step"])
+    rewind(out / "samples.jsonl", state["step"] if state["skill"] else -1)
+    (out / "settings.json").write_text(json.dumps(values(), indent=2))
+    (out / "run.json").write_text(json.dumps(about, indent=2))
+    log = open(out / "metrics.jsonl", "a")
+
+    def write(metrics):
+        log.write(json.dumps(metrics) + "\n")
+        log.flush()
+        report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, metrics["step"])
+
+    return past, write
 
 
 def reporter(kind, name, folder, settings):

@@ -1,18 +1,48 @@
-"""More than one process, as torchrun starts them: each samples and grades its share, gradients are added up."""
+"""More than one process: each samples and grades its share of the prompts, gradients are added up.
 
+NPROC=2 starts them on this machine; torchrun, across machines, starts them itself and says so in the environment.
+"""
+
+import atexit
 import os
+import socket
+import subprocess
+import sys
 
 import torch
 import torch.distributed as dist
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", os.environ.get("NPROC", 1)))
 
 
 def start(device):
-    if WORLD > 1:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if WORLD == 1:
+        return
+    if "RANK" not in os.environ:
+        launch()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+
+def launch():
+    """The same program again for every other rank, in a session of its own: this one hears the signals for all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ.update(where, WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), RANK="0", LOCAL_RANK="0")
+    for rank in map(str, range(1, WORLD)):
+        other = subprocess.Popen(
+            [sys.executable, *sys.argv], env={**os.environ, "RANK": rank, "LOCAL_RANK": rank}, start_new_session=True
+        )
+        atexit.register(other.terminate)
+
+
+def lost(error):
+    """Whether an error says that another process is gone."""
+    return WORLD > 1 and (isinstance(error, dist.DistError) or "onnection" in str(error))
 
 
 def wait():

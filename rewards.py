@@ -147,9 +147,14 @@ def distance(a, b):
     return abs(max(-PAWNS, min(PAWNS, a)) - max(-PAWNS, min(PAWNS, b)))
 
 
-def policy(prompt, completion, labels):
+def knowledge(prompt, labels):
+    """The legal moves, and the engine's five with their evaluations in pawns."""
     legal = legal_moves(prompt)
-    five = {uci: cp / 100 for uci, cp in sorted(labels or (), key=lambda move: -move[1])[:5] if uci in legal}
+    return legal, {uci: cp / 100 for uci, cp in sorted(labels or (), key=lambda move: -move[1])[:5] if uci in legal}
+
+
+def policy(prompt, completion, labels):
+    legal, five = knowledge(prompt, labels)
     names = "structure", "parse", "legal", "candidates_legal", *(("top5", "best", "candidates") if five else ())
     metrics, shares = dict.fromkeys(names, 0.0), dict.fromkeys(POLICY, 0.0)
 

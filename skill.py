@@ -11,6 +11,7 @@ import chess
 import torch
 
 import tasks
+from parallel import RANK, WORLD, collect
 from rewards import grade
 from rollout import generate
 from tokenizer import LoadError
@@ -53,44 +54,52 @@ def mean_parts(grades):
     return {name: sum(v) / len(v) for name, v in values.items()}
 
 
-def answers(model, samples, temperature, generator, limit=LIMIT, progress=iter):
+def answers(model, samples, temperature, generator=None, limit=LIMIT, progress=iter, noise=None):
     """(texts, grades) of one completion for each of one task's prompts; `progress` may show the chunks go by."""
     texts, grades = [], []
     for i in progress(range(0, len(samples), CHUNK)):
-        _, said, graded = sample_and_grade(model, samples[i : i + CHUNK], 1, limit, temperature, generator)
+        chance = None if noise is None else noise[i : i + CHUNK]
+        chunk = samples[i : i + CHUNK]
+        _, said, graded = sample_and_grade(model, chunk, 1, limit, temperature, generator, noise=chance)
         texts += said
         grades += graded
     return texts, grades
 
 
+def shared_answers(model, samples, temperature, limit):
+    """The same, by all processes together: each answers its share, and all get [(sample, text, grade), ...]."""
+    mine = slice(len(samples) * RANK // WORLD, len(samples) * (RANK + 1) // WORLD)
+    noise = torch.rand(len(samples), limit, generator=torch.Generator().manual_seed(0))[mine]
+    texts, grades = answers(model, samples[mine], temperature, None, limit, noise=noise.to(model.wte.weight.device))
+    return collect(list(zip(samples[mine], texts, grades)))
+
+
 def skill(model, samples, temperatures=(0.0, 1.0), limit=LIMIT):
-    """{"policy legal T=0": (mean, half-width of its 95 % interval), ...} from one completion for each sample."""
-    result = {}
+    """{"policy legal T=0": (mean, half-width of its 95 % interval), ...} from one completion for each sample, and the
+    completions themselves: {("P: ", 0.0): [(sample, text, grade), ...], ...}."""
+    figures, said = {}, {}
     for prefix, names in SKILL.items():
         chosen = [sample for sample in samples if sample.prompt.startswith(prefix)]
         for temperature in temperatures if chosen else ():
-            generator = torch.Generator(model.wte.weight.device).manual_seed(0)
-            grades = answers(model, chosen, temperature, generator, limit)[1]
-            parts = [g.parts | {"reward": g.reward} for g in grades]
+            said[prefix, temperature] = shared_answers(model, chosen, temperature, limit)
+            parts = [g.parts | {"reward": g.reward} for _, _, g in said[prefix, temperature]]
             for name in names:
                 values = [p[name] for p in parts if name in p]
                 if values:
-                    result[f"{NAMES[prefix]} {name} T={temperature:g}"] = interval(values)
-    return result
+                    figures[f"{NAMES[prefix]} {name} T={temperature:g}"] = interval(values)
+    return figures, said
 
 
 def look(model, tests, temperature, limit, file, dtype, step):
     """Held-out skill, greedy and as sampled in training; `file` gets the completions of a few positions, too."""
-    twin = model.cast(dtype)
-    with open(file, "a") as samples:
-        for prefix, count in (("P: ", 16), ("A: ", 8)):
-            chosen = [sample for sample in tests if sample.prompt.startswith(prefix)][:count]
-            generator = torch.Generator(model.wte.weight.device).manual_seed(0)
-            texts, grades = answers(twin, chosen, temperature, generator, limit)
-            for sample, text, g in zip(chosen, texts, grades):
-                row = {"step": step, "task": prefix[0], "prompt": sample.prompt, "completion": text}
-                samples.write(json.dumps(row | {"labels": sample.labels, **g._asdict()}) + "\n")
-    return skill(twin, tests, (0.0, temperature), limit)
+    figures, said = skill(model.cast(dtype), tests, (0.0, temperature), limit)
+    if RANK == 0:
+        with open(file, "a") as samples:
+            for prefix, count in (("P: ", 16), ("A: ", 8)):
+                for sample, text, g in said.get((prefix, temperature), [])[:count]:
+                    row = {"step": step, "task": prefix[0], "prompt": sample.prompt, "completion": text}
+                    samples.write(json.dumps(row | {"labels": sample.labels, **g._asdict()}) + "\n")
+    return figures
 
 
 def interval(values, counts=None):

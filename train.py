@@ -22,12 +22,13 @@ import grpo
 import parallel
 import tasks
 from batch import Batch, microbatches
+from credit import credit
 from engine import LiveLabels
 from model import GPT, fastest_dtype
-from monitor import describe, diagnose, measured, parts_by_task, peak_memory, progress_line, reporter, show
+from monitor import begin, describe, diagnose, measured, parts_by_task, peak_memory, progress_line, reporter, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
-from settings import compare, finish, setting, values
+from settings import finish, setting, values
 from settings import refuse as stop
 from skill import ask, look, mean_parts, sample_and_grade, table
 from tokenizer import LoadError
@@ -43,22 +44,24 @@ SEED                    = setting("SEED", 0, "decides positions and samples: ste
 DEVICE                  = setting("DEVICE", "cuda" if torch.cuda.is_available() else "cpu", "where to train")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", torch.cuda.is_available(), "torch.compile the training forward")
-STEPS                   = setting("STEPS", 120, "rollout batches to learn from", low=1)
-BATCH_POSITIONS         = setting("BATCH_POSITIONS", 16, "B, prompts in a step", low=1)
-GROUP_SIZE              = setting("GROUP_SIZE", 8, "G, completions for each prompt", low=2)
+STEPS                   = setting("STEPS", 140, "rollout batches to learn from", low=1)
+BATCH_POSITIONS         = setting("BATCH_POSITIONS", 32, "B, prompts in a step", low=1)
+GROUP_SIZE              = setting("GROUP_SIZE", 4, "G, completions for each prompt", low=2)
 MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 65536 if torch.cuda.is_available() else 4096, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
-LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
-LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=("constant", "linear", "cosine"))
+TRAIN                   = setting("TRAIN", "mlp", "which weights learn: those of the feed-forward layers, or all", one_of=("mlp", "all"))
+LR                      = setting("LR", 6e-4, "learning rate of AdamW", low=0)
+LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 WEIGHT_DECAY            = setting("WEIGHT_DECAY", 0.0, "of AdamW, on matrices only", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
+CREDIT                  = setting("CREDIT", "word", "what a token is paid for: its word, or the whole answer as in plain GRPO; see credit.py", one_of=("word", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by a standard deviation, see grpo.advantages", one_of=("none", "group", "batch"))
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
-KL_COEF                 = setting("KL_COEF", 0.02, "weight of the KL to the start model; 0 loads no reference", low=0)
+KL_COEF                 = setting("KL_COEF", 0.0, "weight of the KL to the start model; 0 loads no reference", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_TARGET               = setting("KL_TARGET", 0.0, "KL per token that KL_COEF is adapted to; 0 keeps it fixed", low=0)
 KL_WARMUP_STEPS         = setting("KL_WARMUP_STEPS", 0, "steps over which KL_COEF rises from its KL_WARMUP_FACTOR-th part", low=0)
@@ -74,7 +77,7 @@ MAX_NEW_TOKENS          = setting("MAX_NEW_TOKENS", 144, "limit of a policy comp
 MAX_NEW_TOKENS_ENV      = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 REWARD_WARMUP_STEPS     = setting("REWARD_WARMUP_STEPS", 0, "steps over which the reward's weight moves from structure to content", low=0)
-EVAL_EVERY              = setting("EVAL_EVERY", 60, "steps between looks at held-out skill; 0 looks only before and after", low=0)
+EVAL_EVERY              = setting("EVAL_EVERY", 70, "steps between looks at held-out skill; 0 looks only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out positions of each task", low=1)
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 KEEP_CHECKPOINTS        = setting("KEEP_CHECKPOINTS", 2, "how many checkpoints stay on disk", low=1)
@@ -122,8 +125,8 @@ def rollout(model, samples, step):
             warmup=min(1.0, step / REWARD_WARMUP_STEPS) if REWARD_WARMUP_STEPS else 1.0,
         )  # fmt: skip
         prompts = pad_prompts([model.tokenizer.encode(sample.prompt) for sample in chosen], DEVICE)
-        rewards = torch.tensor([g.reward for g in grades], device=DEVICE)
-        batches.append(Batch(*prompts, out.tokens, out.mask, out.logprobs, rewards))
+        rewards, places = credit(chosen, texts, grades, out.tokens, model.tokenizer, CREDIT)
+        batches.append(Batch(*prompts, out.tokens, out.mask, out.logprobs, rewards.to(DEVICE), places.to(DEVICE)))
         graded += zip([sample.prompt for sample in chosen for _ in range(GROUP_SIZE)], texts, grades)
     return batches, collect(graded)
 
@@ -142,12 +145,17 @@ def refer(reference, batch):
     return forward(reference, batch.to(REF_DEVICE))[0].to(DEVICE)
 
 
+def compare_groups(batches):
+    """(all processes' rewards (N, K), the batches with the advantage of each token)."""
+    rewards = gather(torch.cat([batch.rewards for batch in batches]))
+    advantages = grpo.advantages(rewards, GROUP_SIZE, SCALE_REWARDS).chunk(WORLD)[RANK]
+    shares = advantages.split([len(batch.rewards) for batch in batches])
+    return rewards, [b._replace(advantages=share.gather(1, b.places)) for b, share in zip(batches, shares)]
+
+
 def update(model, reference, optimizer, batches, kl_coef):
     """EPOCHS updates from one step's batches; metrics, with `skipped` where an update was not made."""
-    rewards = gather(torch.cat([batch.rewards for batch in batches]))
-    advantages = grpo.advantages(rewards, GROUP_SIZE, SCALE_REWARDS).view(WORLD, -1)[RANK]
-    shares = advantages.split([len(batch.rewards) for batch in batches])
-    batches = [batch._replace(advantages=share) for batch, share in zip(batches, shares)]
+    rewards, batches = compare_groups(batches)
     parts = [part for batch in batches for part in microbatches(batch, MICROBATCH_TOKENS)]
     longest = max(TASKS.values())
     normalizer = total(sum(grpo.loss_normalizer(part.mask, LOSS, longest) for part in parts).float())
@@ -177,7 +185,8 @@ def update(model, reference, optimizer, batches, kl_coef):
             stats.append(stat)
         # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
         for p in model.parameters():
-            total(p.grad)
+            if p.grad is not None:
+                total(p.grad)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         if math.isfinite(norms[-1]) and math.isfinite(total(losses[-1])):
             optimizer.step()
@@ -185,7 +194,7 @@ def update(model, reference, optimizer, batches, kl_coef):
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
     stats = {name: total(value, grpo.REDUCE[name]).item() for name, value in grpo.merge_stats(stats).items()}
-    metrics = measured(rewards, GROUP_SIZE, torch.stack(losses), norms, total(torch.stack(seen).sum(0)), stats)
+    metrics = measured(rewards[:, 0], GROUP_SIZE, torch.stack(losses), norms, total(torch.stack(seen).sum(0)), stats)
     if reference is None:
         del metrics["kl"], metrics["kl_sequence"]  # of the policy to itself
     broken = not all(p.isfinite().all() for p in model.parameters())  # an optimizer's state can be what is not finite
@@ -221,38 +230,43 @@ def first_look(model, reference, batches, graded):
 # Set-up and loop
 
 
-def learning_rate(step):
-    if step < WARMUP_STEPS:
-        return LR * (step + 1) / WARMUP_STEPS
-    done = (step - WARMUP_STEPS) / max(1, STEPS - WARMUP_STEPS)
-    return LR * {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[LR_SCHEDULE]
+def build():
+    """The model, its reference (None without KL), the optimizer."""
+    global DTYPE
+    DTYPE = fastest_dtype(DEVICE) if DTYPE == "auto" else getattr(torch, DTYPE)
+    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
+    model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
+    for name, p in model.named_parameters():
+        p.requires_grad_(TRAIN == "all" or ".mlp." in name)
+    reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
+    if COMPILE:  # what training calls; decoding has its own captured graphs
+        model.score = torch.compile(model.score, dynamic=True)
+    return model, reference, optimizer_for(model)
+
+
+def optimizer_for(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = {1: 0.0, 2: WEIGHT_DECAY}  # by dimensions: vectors, matrices
+    groups = [{"params": [p for p in trained if p.ndim == n], "weight_decay": decay[n]} for n in decay]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
 
 def main():
-    global DTYPE, MICROBATCH_TOKENS
+    global MICROBATCH_TOKENS
     finish()
     if BATCH_POSITIONS % WORLD:
-        stop(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among NPROC={WORLD} processes.")
+        stop(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {WORLD} processes; set NPROC=1.")
     if KL_TARGET and not KL_COEF:
         stop("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
     parallel.start(DEVICE)
-    DTYPE = fastest_dtype(DEVICE) if DTYPE == "auto" else getattr(torch, DTYPE)
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
 
-    # Positions, model, reference, optimizer
-    model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
+    model, reference, optimizer = build()
     chess_format = model.config.chess_format
     positions, held_out = data.split(data.load(DATA))
     if len(positions) < BATCH_POSITIONS:
         stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
     label = LiveLabels()
     tests = label(ask(held_out, EVAL_POSITIONS, chess_format))
-    reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
-    decay = {1: 0.0, 2: WEIGHT_DECAY}  # by dimensions: vectors, matrices
-    groups = [{"params": [p for p in model.parameters() if p.ndim == n], "weight_decay": decay[n]} for n in decay]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=DEVICE == "cuda")
-    if COMPILE:  # what training calls; decoding has its own captured graphs
-        model.score = torch.compile(model.score, dynamic=True)
 
     out, lead = Path(OUT_DIR), RANK == 0
     see = functools.partial(look, model, tests, TEMPERATURE, max(TASKS.values()), out / "samples.jsonl", DTYPE)
@@ -266,23 +280,13 @@ def main():
         if FRESH:
             checkpoint.clear(out)
     parallel.wait()
-    if found := checkpoint.load(out, say):
-        folder, state = found
-        compare(state["settings"], say)
-        model.load_state_dict(GPT.load(folder).state_dict())
-        optimizer.load_state_dict(state["optimizer"])
-        if "reference" in state:
-            reference.load_state_dict(state["reference"])
-        say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
-    past = checkpoint.rewind(out / "metrics.jsonl", state["step"]) if lead else []
+    state = checkpoint.resume(out, model, optimizer, reference, state, say)
+    past, write = [], lambda metrics: None
     if lead:
-        checkpoint.rewind(out / "samples.jsonl", state["step"] if state["skill"] else -1)
-        (out / "settings.json").write_text(json.dumps(values(), indent=2))
-        (out / "run.json").write_text(json.dumps(describe(DEVICE, DTYPE), indent=2))
-        log, report = open(out / "metrics.jsonl", "a"), reporter(REPORT_TO, RUN_NAME, OUT_DIR, values())
+        past, write = begin(out, state, describe(DEVICE, DTYPE), reporter(REPORT_TO, RUN_NAME, OUT_DIR, values()))
     say(f"{MODEL}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {chess_format} format, "
         f"{len(positions)} positions to train on, {DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
-    if lead and "before" not in state["skill"]:
+    if "before" not in state["skill"]:
         state["skill"]["before"] = see(0)
 
     stopping = checkpoint.leave_after_this_step()
@@ -296,8 +300,9 @@ def main():
         rollout_seconds, clock = time.time() - clock, time.time()
 
         # Advantages, loss, gradients, guard, optimizer
+        lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * state["lr_factor"]
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step) * state["lr_factor"]
+            group["lr"] = lr
         kl_coef = state["kl_coef"] * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
         snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         try:
@@ -314,7 +319,7 @@ def main():
         # What happened
         metrics |= parts_by_task(graded) | {
             "step": step + 1,
-            "lr": learning_rate(step) * state["lr_factor"],
+            "lr": lr,
             "kl_coef": kl_coef,
             "engine_failures": label.failures,
             "seconds": {"rollout": round(rollout_seconds, 3), "update": round(update_seconds, 3)},
@@ -323,10 +328,7 @@ def main():
         }
         metrics["state"], metrics["advice"] = diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
         past.append(metrics)
-        if lead:
-            log.write(json.dumps(metrics) + "\n")
-            log.flush()
-            report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step + 1)
+        write(metrics)
         say(progress_line(metrics, STEPS, (time.time() - started) / (step + 1 - first) * (STEPS - step - 1)))
 
         # The way back: after updates that could not be made, or too far from the reference
@@ -348,14 +350,15 @@ def main():
         # Held-out skill, a checkpoint, the end
         state["step"], last = step + 1, step + 1 == STEPS
         leaving = total(torch.tensor(float(len(stopping)))) > 0
-        if lead and (last or EVAL_EVERY and (step + 1) % EVAL_EVERY == 0):
+        if last or EVAL_EVERY and (step + 1) % EVAL_EVERY == 0:
             seen = see(step + 1)
             state["skill"]["after" if last else f"step {step + 1}"] = seen
-            (out / "skill.json").write_text(json.dumps(state["skill"], indent=2))
-            rewards = [mean for name, (mean, _) in seen.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
-            state["best"] = max(state["best"], (sum(rewards), step + 1))
-            show(graded)
-            print(table(state["skill"]), flush=True)
+            reward = sum(mean for name, (mean, _) in seen.items() if name.endswith(f" reward T={TEMPERATURE:g}"))
+            state["best"] = max(state["best"], (reward, step + 1))
+            if lead:
+                (out / "skill.json").write_text(json.dumps(state["skill"], indent=2))
+                show(graded)
+                print(table(state["skill"]), flush=True)
         if lead and ((step + 1) % SAVE_EVERY == 0 or last or leaving):
             moved = {"reference": reference.state_dict()} if reference is not None and REF_UPDATE_EVERY else {}
             whole = state | moved | {"optimizer": optimizer.state_dict(), "settings": values()}
@@ -376,3 +379,7 @@ if __name__ == "__main__":
         main()
     except (LoadError, data.DataError, checkpoint.CheckpointError) as error:
         stop(str(error))
+    except RuntimeError as error:
+        if not parallel.lost(error):
+            raise
+        stop("another process of this run has ended, see above; the same command goes on from the last checkpoint.")

@@ -17,7 +17,8 @@ def made_up(B, G, T, seed=0):
     mask = torch.arange(T) < ends[:, None]
     tokens = torch.randint(0, 256, (B * G, T), generator=g)
     prompts, lengths = torch.randint(0, 256, (B, 20), generator=g), torch.randint(5, 21, (B,), generator=g)
-    return Batch(prompts, lengths, tokens, mask, torch.rand(B * G, T, generator=g), torch.rand(B * G, generator=g))
+    logprobs, rewards = torch.rand(B * G, T, generator=g), torch.rand(B * G, 1, generator=g)
+    return Batch(prompts, lengths, tokens, mask, logprobs, rewards, places=tokens % 7)
 
 
 @pytest.mark.parametrize("most", [1, 150, 400, 10**6])
@@ -32,9 +33,10 @@ def test_each_completion_is_in_one_microbatch_whole(most):
         assert B == 1 or part.tokens.numel() + part.prompts.numel() <= most
         seen += [tuple(row[m].tolist()) for row, m in zip(part.tokens, part.mask)]
         for row in part.rewards:  # rows keep what is theirs
-            at = (batch.rewards == row).nonzero().item()
-            mine = part.tokens[(part.rewards == row).nonzero().item()]
+            at = (batch.rewards[:, 0] == row).nonzero().item()
+            mine = part.tokens[(part.rewards[:, 0] == row).nonzero().item()]
             assert torch.equal(batch.tokens[at, : batch.mask[at].sum()], mine[: batch.mask[at].sum()])
+        assert torch.equal(part.places, part.tokens % 7)
     assert sorted(seen) == sorted(tuple(row[m].tolist()) for row, m in zip(batch.tokens, batch.mask))
     longest = [part.mask.sum(1).max() for part in parts]
     assert longest == sorted(longest)

@@ -1,5 +1,6 @@
 """Nothing is lost: a run that is killed, at any moment and in any way, ends as one that never was."""
 
+import contextlib
 import json
 import os
 import random
@@ -20,7 +21,8 @@ from skill import ask
 
 ROOT = Path(__file__).parent.parent
 SMALL = dict(BATCH_POSITIONS=2, GROUP_SIZE=2, MIX_ENV_RATIO=0.5, EVAL_POSITIONS=1, EVAL_EVERY=5, SAVE_EVERY=1)
-SMALL |= dict(MAX_NEW_TOKENS=90, MAX_NEW_TOKENS_ENV=90, DTYPE="float32", KL_TARGET=0.001, REF_UPDATE_EVERY=4, LR=0.001)
+SMALL |= dict(MAX_NEW_TOKENS=90, MAX_NEW_TOKENS_ENV=90, DTYPE="float32", REF_UPDATE_EVERY=4, LR=0.001)
+SMALL |= dict(KL_COEF=0.02, KL_TARGET=0.001)
 
 
 def start(out, **settings):
@@ -32,6 +34,12 @@ def start(out, **settings):
 def finish(process):
     said, wrong = process.communicate(timeout=300)
     return process.returncode, said, wrong
+
+
+def wait_for_a_checkpoint(process, out):
+    while not (out / "latest").exists() and process.poll() is None:
+        time.sleep(0.1)
+    return process
 
 
 def what_is_left(out):
@@ -75,9 +83,7 @@ def test_soak(tmp_path, never_killed, how):
 @pytest.mark.slow
 def test_a_stopped_run_says_so_and_goes_on(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    process = start(out, STEPS=50)
-    while not (out / "latest").exists() and process.poll() is None:
-        time.sleep(0.1)
+    process = wait_for_a_checkpoint(start(out, STEPS=50, NPROC=2), out)
     process.send_signal(signal.SIGTERM)
     code, said, wrong = finish(process)
     assert code == 128 + signal.SIGTERM and "goes on from there" in said, wrong
@@ -89,6 +95,18 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path, monkeypatch):
     assert code == 1 and wrong.startswith("error: this run was started with SEED=0") and wrong.count("\n") == 1
     code, said, wrong = finish(start(out, STEPS=1, SEED=1, FRESH=1))
     assert code == 0 and json.loads((out / "settings.json").read_text())["SEED"] == 1, wrong
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_run(tmp_path):
+    out = tmp_path / "out"
+    process = wait_for_a_checkpoint(start(out, STEPS=50, NPROC=2), out)
+    other = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    os.kill(other, signal.SIGKILL)
+    code, said, wrong = finish(process)
+    assert code == 1 and wrong.splitlines()[-1].startswith("error: another process of this run has ended"), wrong
+    steps = len((out / "metrics.jsonl").read_text().splitlines())
+    assert finish(start(out, STEPS=steps))[0] == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,3 +208,109 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and "2 process(es)" in done.stdout
     assert all(row["tokens"] > 0 and row["skipped"] == 0 for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In this process
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """train.py with SMALL settings, and further ones, on few positions."""
+    few, handlers = data.load("builtin")[:200], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train.torch.set_num_threads(1)
+    monkeypatch.setattr(data, "load", lambda source: few)
+    for name in ("finish", "plot", "write_report"):  # pytest has arguments of its own; pictures are for other tests
+        monkeypatch.setattr(train, name, lambda *_: None)
+    monkeypatch.setattr(train, "look", lambda *_: {"skill": (0.0, 0.0)})
+    monkeypatch.setattr(train, "TASKS", {"P: ": 60, "A: ": 60})
+
+    def set(**settings):
+        for name, value in {**SMALL, **settings}.items():
+            monkeypatch.setattr(train, name, value)
+
+    yield set
+    signal.signal(signal.SIGINT, handlers[0])
+    signal.signal(signal.SIGTERM, handlers[1])
+
+
+@pytest.mark.slow
+def test_all_that_a_step_leaves_to_the_next_is_in_the_checkpoint(tmp_path, monkeypatch, small):
+    """Stopped between failures, so that the way back is resumed as well: last good state, factor of LR, counters."""
+    rollout, left = train.rollout, []
+    for stops in ((), (4, 6, 7)):
+        for stop in (*stops, None):
+
+            def broken(model, samples, step, stop=stop):
+                if step + 1 == stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                batches, graded = rollout(model, samples, step)
+                if step in (3, 5, 6):
+                    batches = [b._replace(rewards=b.rewards * float("nan")) for b in batches]
+                return batches, graded
+
+            monkeypatch.setattr(train, "rollout", broken)
+            monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
+            monkeypatch.setattr(train, "first_look", lambda *_: None)
+            small(STEPS=8, OUT_DIR=str(tmp_path / f"out{len(stops)}"), MAX_CONSECUTIVE_NANS=2, EVAL_EVERY=0)
+            with pytest.raises(SystemExit, match="143") if stop else contextlib.nullcontext():
+                train.main()
+        out = tmp_path / f"out{len(stops)}"
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            for name in ("seconds", "tokens_per_second", "peak_memory_gb"):
+                del row[name]
+        left.append((rows, (out / "model" / "model.safetensors").read_bytes()))
+    assert [row["skipped"] for row in left[0][0]] == [0, 0, 0, 1, 0, 1, 1, 0]
+    assert left[0][0][7]["lr"] < left[0][0][4]["lr"] / 1.9  # it went back
+    assert left[1] == left[0]
+
+
+def look_at(weights):
+    batches, graded = train.rollout(weights, train.draw_prompts(data.load("builtin")[:100], 0, "expanded"), 0)
+    train.first_look(weights, None, batches, graded)
+    return batches
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_or_rewards_that_are_not_finite(small, value):
+    small(DTYPE=train.torch.float32)
+    model = GPT.load(ROOT / "weights" / "tiny")
+    batches = look_at(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = train.torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    wrong = [b._replace(rewards=b.rewards * value) for b in batches]
+    assert train.update(model, None, optimizer, wrong, 0.0)["skipped"] == 1
+    assert all(map(train.torch.equal, before, model.parameters()))
+    with train.torch.no_grad():
+        model.h[2].attn.c_attn.weight[0, 0] = value
+    with pytest.raises(SystemExit, match="NaN in the weights"):
+        look_at(model)
+
+
+def test_the_reference_is_asked_where_it_is(monkeypatch):
+    """Whatever device the batch is on: it goes to REF_DEVICE, and the answer comes back."""
+    batch = train.Batch(*(train.torch.zeros(2, 3) for _ in train.Batch._fields))
+    asked = []
+    monkeypatch.setattr(train, "REF_DEVICE", "meta")
+    monkeypatch.setattr(train, "forward", lambda reference, b: asked.append(b) or (train.torch.ones(2, 3), None))
+    assert train.refer("reference", batch).device.type == "cpu"
+    assert all(tensor.device.type == "meta" for tensor in asked[0])
+
+
+def test_nothing_is_fetched_unless_the_hub_is_named(monkeypatch, tmp_path):
+    def fetched(name, *_, **__):
+        raise AssertionError(f"reached for {name}")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    monkeypatch.setattr("tiktoken.get_encoding", fetched)
+    assert GPT.load(ROOT / "weights" / "tiny").tokenizer and data.load("builtin")
+    for source in ("nowhere", "./a/b", "../a/b", "/a/b", str(tmp_path / "none"), "a/b/c", "https://a.b/c"):
+        with pytest.raises(ValueError, match="no such folder|hub id"):
+            GPT.load(source)
+        with pytest.raises(ValueError, match="cannot be read"):
+            data.load(source)
+    with pytest.raises(ValueError, match="reached for owner/name"):
+        GPT.load("owner/name")
+    with pytest.raises(ValueError, match="reached for owner/name|pyarrow"):
+        data.load("hub:owner/name")

@@ -78,13 +78,15 @@ def trl_loss(trainer, logprobs, old, ref, advantages, mask, weights, loss, low, 
 
 
 @pytest.mark.parametrize("seed, dtype", [(0, torch.float64), (1, torch.float64), (2, torch.float32)])
-@pytest.mark.parametrize("extras", ["plain", "kl", "weights"])
+@pytest.mark.parametrize("extras", ["plain", "kl", "weights", "advantage of each token"])
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_loss_and_gradient_equal_trl(trl, loss, extras, seed, dtype):
     logprobs, old, ref, advantages, mask, weights = batch(seed, dtype)
     low, high = (0.03, 0.05) if loss == "gspo" else (0.2, 0.3)
     beta = 0.3 if extras == "kl" else 0.0
     weights = weights if extras == "weights" else None
+    if extras == "advantage of each token":  # where each word has its own
+        advantages = advantages[:, None] * torch.linspace(-1, 1, T, dtype=dtype)
 
     def ours(x):
         value, ours.stats = grpo.policy_loss(

@@ -19,6 +19,7 @@ from tools import single_batch
 
 ROOT = Path(__file__).parent.parent
 SMALL = dict(BATCH_POSITIONS=3, GROUP_SIZE=3, MIX_ENV_RATIO=0.3, DTYPE=torch.float32, COMPILE=False, DEVICE="cpu")
+SMALL["KL_COEF"] = 0.02
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -61,7 +61,7 @@ def test_skill_is_the_mean_of_what_the_completions_earn(byte_model, monkeypatch)
         return Rollout(tokens, tokens >= 0, torch.zeros(tokens.shape), torch.zeros(len(rows), dtype=torch.bool))
 
     monkeypatch.setattr(skill, "generate", perfect)
-    result = skill.skill(byte_model, samples)
+    result, said = skill.skill(byte_model, samples)
     assert len(samples) == 2 * len(positions) > 40
     for name in ("policy reward", "policy legal", "policy best", "environment reward", "environment next_state"):
         assert result[f"{name} T=0"] == (1.0, 0.0)

@@ -24,7 +24,7 @@ FEN = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
 LABELS = (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5))
 ANSWER = "M: f1b5 d2d4 f1c4 b1c3 c2c3 E: 0.6 0.4 0.3 0.2 0.05 B: f1b5"
 PROMPT = f"P: {FEN}"
-SMALL = dict(STEPS=3, BATCH_POSITIONS=2, GROUP_SIZE=4, MIX_ENV_RATIO=0.5, EVAL_POSITIONS=1, EVAL_EVERY=0)
+SMALL = dict(STEPS=3, BATCH_POSITIONS=2, GROUP_SIZE=4, MIX_ENV_RATIO=0.5, EVAL_POSITIONS=1, EVAL_EVERY=0, KL_COEF=0.02)
 SMALL |= dict(MAX_NEW_TOKENS=100, MAX_NEW_TOKENS_ENV=100, DTYPE="float32", WARMUP_STEPS=0, LR_SCHEDULE="constant")
 DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28, max_completion_tokens=144)  # as in train.py
 
@@ -154,7 +154,7 @@ def test_filibuster(policy):
 
     def chance_to_stop():
         prompts = train.pad_prompts([tokenizer.encode(prompt)], "cpu")
-        batch = Batch(*prompts, tokens, mask, torch.zeros(4, T), torch.zeros(4))
+        batch = Batch(*prompts, tokens, mask, torch.zeros(4, T), torch.zeros(4, 1), torch.zeros(4, T).long())
         with torch.no_grad():
             logprobs = train.forward(policy, batch)[0]
         return batch._replace(rollout_logprobs=logprobs), logprobs[last, -1].mean().item()
@@ -162,7 +162,7 @@ def test_filibuster(policy):
     for multiplier, learns in ((1.0, False), (train.RUNAWAY_PENALTY_MULTIPLIER, True)):
         grades = [grade(prompt, t, LABELS, not stops, runaway_multiplier=multiplier) for t, stops in zip(texts, last)]
         batch, before = chance_to_stop()
-        metrics = one_update(policy, [batch._replace(rewards=torch.tensor([g.reward for g in grades]))], lr=0.05)
+        metrics = one_update(policy, [batch._replace(rewards=torch.tensor([[g.reward] for g in grades]))], lr=0.05)
         assert (chance_to_stop()[1] > before + 1e-3) == learns == (metrics["grad_norm"] > 0)
         assert parts_by_task([(prompt, t, g) for t, g in zip(texts, grades)])["runaway"] == 0.5  # counted either way
 
@@ -358,7 +358,7 @@ CHANGES = dict(
     LR_SCHEDULE="linear", WARMUP_STEPS=2, WEIGHT_DECAY=10.0, MAX_GRAD_NORM=1e-3, LOSS="grpo", SCALE_REWARDS="group",
     KL_COEF=0.0, KL_ESTIMATOR="k3", KL_TARGET=1e-3, KL_WARMUP_STEPS=3, KL_DIVERGENCE_THRESHOLD=1e-9,
     REF_UPDATE_EVERY=1, ENTROPY_COEF=1.0, TEMPERATURE=0.5, TOP_K=2, TOP_P=0.5, MAX_NEW_TOKENS=60,
-    MAX_NEW_TOKENS_ENV=60, REWARD_WARMUP_STEPS=10, OVERFIT=True, DTYPE="bfloat16",
+    MAX_NEW_TOKENS_ENV=60, REWARD_WARMUP_STEPS=10, OVERFIT=True, DTYPE="bfloat16", CREDIT="answer", TRAIN="all",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_it_is_small_and_opens_in_transformers(tiny):
 
 def test_it_is_fluent(tiny):
     held_out = data.split(data.load("builtin"))[1]
-    figures = skill(tiny, ask(held_out, 150, "expanded"), (1.0,))
+    figures = skill(tiny, ask(held_out, 150, "expanded"), (1.0,))[0]
     assert figures["policy structure T=1"][0] >= 0.95  # 97 % on all held-out positions, less what 150 leave to chance
     assert figures["policy legal T=1"][0] >= 0.1
     assert figures["environment structure T=1"][0] >= 0.9

@@ -281,7 +281,7 @@ def main():
 
 def report(model, tests, dtype, out, step, elapsed):
     """One line of held-out skill, on the screen and in skill.jsonl."""
-    values = {name: round(mean, 4) for name, (mean, _) in skill(model.cast(dtype), tests).items()}
+    values = {name: round(mean, 4) for name, (mean, _) in skill(model.cast(dtype), tests)[0].items()}
     shown = (
         "policy structure T=1",
         "policy legal T=0",

@@ -25,7 +25,6 @@ import tasks
 import train
 from batch import microbatches
 from engine import LiveLabels
-from model import GPT, fastest_dtype
 from rewards import MALFORMED, legal_moves
 from rollout import distribution
 from settings import finish, values
@@ -171,17 +170,15 @@ def examine(model, reference, optimizer, samples):
         yield station(f"{NAMES[prefix]} completions", figures)
     if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
         return
-    paid = torch.cat([batch.rewards for batch in batches])  # (N,)
+    rewards, batches = train.compare_groups(batches)  # (N, K)
+    paid = rewards[:, 0]  # (N,) what the whole answer earned
     figures = {"completions": len(paid), "mean": mean(paid), "std": paid.std().item()}
     figures |= {"min": paid.min().item(), "max": paid.max().item()}
     figures |= {"at_max": mean(paid > paid.max() - 1e-6), "different": len((paid * 1e6).round().unique())}
     yield station("rewards", figures)
 
     # Before the update: one number for each token, in the order of the microbatches
-    advantages = grpo.advantages(paid, train.GROUP_SIZE, train.SCALE_REWARDS)  # (N,)
-    shares = advantages.split([len(batch.rewards) for batch in batches])
-    whole = [batch._replace(advantages=share) for batch, share in zip(batches, shares)]
-    parts = [part for batch in whole for part in microbatches(batch, train.MICROBATCH_TOKENS)]
+    parts = [part for batch in batches for part in microbatches(batch, train.MICROBATCH_TOKENS)]
 
     @torch.no_grad()
     def each(function):
@@ -213,6 +210,7 @@ def examine(model, reference, optimizer, samples):
         differ = sum(not torch.equal(a.to(b.device, train.DTYPE), b.to(train.DTYPE)) for a, b in pairs)
         figures = {"reference": mean(referred), "per_token": kl, "per_sequence": kl * len(trained) / len(paid)}
         yield station("KL", figures | {"tensors_that_differ": differ})
+    advantages = grpo.advantages(paid, train.GROUP_SIZE, train.SCALE_REWARDS)
     groups, centred = advantages.view(-1, train.GROUP_SIZE), paid.view(-1, train.GROUP_SIZE)  # (B, G)
     centred = (centred - centred.mean(1, keepdim=True)).abs().amax(1).clamp(min=1e-9)
     figures = {"std": advantages.std().item(), "min": advantages.min().item(), "max": advantages.max().item()}
@@ -222,7 +220,7 @@ def examine(model, reference, optimizer, samples):
     # The update, watched at each parameter and at the optimizer's door
     norms, arrived, old = {}, [], copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
-    for name, p in model.named_parameters():
+    for name, p in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         p.register_post_accumulate_grad_hook(lambda p, name=name: norms.update({name: p.grad.norm().item()}))
     optimizer.register_step_pre_hook(lambda *_: arrived.append(norm(p.grad for p in model.parameters())))
     metrics = train.update(model, reference, optimizer, batches, train.KL_COEF)
@@ -241,8 +239,8 @@ def examine(model, reference, optimizer, samples):
     if metrics["broken"]:
         return
     now = each(forward)
-    gain = mean((now - trained) * each(lambda part: part.advantages[:, None].expand_as(part.mask)))
-    again = torch.cat([batch.rewards for batch in train.rollout(model, samples, step)[0]])
+    gain = mean((now - trained) * each(lambda part: part.advantages))
+    again = torch.cat([batch.rewards for batch in train.rollout(model, samples, step)[0]])[:, 0]
     rise, margin = interval((again - paid).view(-1, train.GROUP_SIZE).mean(1).tolist())
     figures = {"before": mean(paid), "after": mean(again), "rise": rise, "margin": margin, "gain": gain}
     yield station("after", figures | {"kl": mean(grpo.kl(trained, now, torch.ones_like(now), "k3"))})
@@ -298,14 +296,7 @@ def completions(model, prefix, samples, batch, graded):
 
 def build():
     """What train.main() has before its first step."""
-    train.DTYPE = fastest_dtype(train.DEVICE) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
-    torch.manual_seed(train.SEED)
-    torch.set_flush_denormal(True)
-    model = GPT.load(train.MODEL).to(train.DEVICE).use(train.DTYPE)
-    reference = copy.deepcopy(model).to(train.REF_DEVICE).cast(train.DTYPE) if train.KL_COEF else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=train.LR, betas=(0.9, 0.95), weight_decay=train.WEIGHT_DECAY)
-    if train.COMPILE:
-        model.score = torch.compile(model.score, dynamic=True)
+    model, reference, optimizer = train.build()
     positions = data.split(data.load(train.DATA))[0]
     if len(positions) < train.BATCH_POSITIONS:
         train.stop(f"DATA={train.DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS.")
