@@ -147,7 +147,10 @@ def read_games(text):
     file, line, counted = io.StringIO(text), 1, 0
     while True:
         start = file.tell()
-        result = chess.pgn.read_game(file, Visitor=GameReader)
+        try:
+            result = chess.pgn.read_game(file, Visitor=GameReader)
+        except ValueError as error:  # a number with thousands of digits
+            result = ValueError(f"expected a game that python-chess reads, found {error}")
         if result is None:
             return
         start += len(text[start : file.tell()]) - len(text[start : file.tell()].lstrip())

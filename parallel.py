@@ -12,7 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", os.environ.get("NPROC", 1)))
+NPROC = os.environ.get("NPROC", 1) if os.path.basename(sys.argv[0]) == "train.py" else 1  # tools are one process
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", NPROC))
 
 
 def start(device):
@@ -41,8 +42,10 @@ def launch():
 
 
 def lost(error):
-    """Whether an error says that another process is gone."""
-    return WORLD > 1 and (isinstance(error, dist.DistError) or "onnection" in str(error))
+    """What to say of an error that comes from the end of another process; any other is raised again."""
+    if WORLD > 1 and (isinstance(error, dist.DistError) or "onnection" in str(error)):
+        return "another process of this run has ended, see above; the same command goes on from the last checkpoint."
+    raise error
 
 
 def wait():

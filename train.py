@@ -44,7 +44,7 @@ SEED                    = setting("SEED", 0, "decides positions and samples: ste
 DEVICE                  = setting("DEVICE", "cuda" if torch.cuda.is_available() else "cpu", "where to train")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", torch.cuda.is_available(), "torch.compile the training forward")
-STEPS                   = setting("STEPS", 140, "rollout batches to learn from", low=1)
+STEPS                   = setting("STEPS", 120, "rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 32, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 4, "G, completions for each prompt", low=2)
 MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
@@ -61,7 +61,7 @@ CREDIT                  = setting("CREDIT", "word", "what a token is paid for: i
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by a standard deviation, see grpo.advantages", one_of=("none", "group", "batch"))
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
-KL_COEF                 = setting("KL_COEF", 0.0, "weight of the KL to the start model; 0 loads no reference", low=0)
+KL_COEF                 = setting("KL_COEF", 0.05, "weight of the KL to the start model; 0 loads no reference", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_TARGET               = setting("KL_TARGET", 0.0, "KL per token that KL_COEF is adapted to; 0 keeps it fixed", low=0)
 KL_WARMUP_STEPS         = setting("KL_WARMUP_STEPS", 0, "steps over which KL_COEF rises from its KL_WARMUP_FACTOR-th part", low=0)
@@ -77,7 +77,7 @@ MAX_NEW_TOKENS          = setting("MAX_NEW_TOKENS", 144, "limit of a policy comp
 MAX_NEW_TOKENS_ENV      = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 REWARD_WARMUP_STEPS     = setting("REWARD_WARMUP_STEPS", 0, "steps over which the reward's weight moves from structure to content", low=0)
-EVAL_EVERY              = setting("EVAL_EVERY", 70, "steps between looks at held-out skill; 0 looks only before and after", low=0)
+EVAL_EVERY              = setting("EVAL_EVERY", 60, "steps between looks at held-out skill; 0 looks only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out positions of each task", low=1)
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 KEEP_CHECKPOINTS        = setting("KEEP_CHECKPOINTS", 2, "how many checkpoints stay on disk", low=1)
@@ -259,7 +259,6 @@ def main():
     if KL_TARGET and not KL_COEF:
         stop("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
     parallel.start(DEVICE)
-
     model, reference, optimizer = build()
     chess_format = model.config.chess_format
     positions, held_out = data.split(data.load(DATA))
@@ -267,7 +266,6 @@ def main():
         stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
     label = LiveLabels()
     tests = label(ask(held_out, EVAL_POSITIONS, chess_format))
-
     out, lead = Path(OUT_DIR), RANK == 0
     see = functools.partial(look, model, tests, TEMPERATURE, max(TASKS.values()), out / "samples.jsonl", DTYPE)
 
@@ -277,8 +275,8 @@ def main():
     state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     if lead:
         hold = checkpoint.lock(out)
-        if FRESH:
-            checkpoint.clear(out)
+    if lead and FRESH:
+        checkpoint.clear(out)
     parallel.wait()
     state = checkpoint.resume(out, model, optimizer, reference, state, say)
     past, write = [], lambda metrics: None
@@ -351,8 +349,7 @@ def main():
         state["step"], last = step + 1, step + 1 == STEPS
         leaving = total(torch.tensor(float(len(stopping)))) > 0
         if last or EVAL_EVERY and (step + 1) % EVAL_EVERY == 0:
-            seen = see(step + 1)
-            state["skill"]["after" if last else f"step {step + 1}"] = seen
+            seen = state["skill"]["after" if last else f"step {step + 1}"] = see(step + 1)
             reward = sum(mean for name, (mean, _) in seen.items() if name.endswith(f" reward T={TEMPERATURE:g}"))
             state["best"] = max(state["best"], (reward, step + 1))
             if lead:
@@ -380,6 +377,4 @@ if __name__ == "__main__":
     except (LoadError, data.DataError, checkpoint.CheckpointError) as error:
         stop(str(error))
     except RuntimeError as error:
-        if not parallel.lost(error):
-            raise
-        stop("another process of this run has ended, see above; the same command goes on from the last checkpoint.")
+        stop(parallel.lost(error))

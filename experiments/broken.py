@@ -5,6 +5,7 @@ and sound outside, as it is in its bytes.
 """
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -100,7 +101,7 @@ def mutate_json(content, rng):
         home, key = rng.choice(places)
         how = rng.random()
         if how < 0.6:
-            home[key] = rng.choice(VALUES)
+            home[key] = copy.deepcopy(rng.choice(VALUES))
         elif how < 0.75:
             del home[key]
         elif how < 0.9:

@@ -1,6 +1,6 @@
 """A long run of the embedded model: does it hold its memory and its speed?
 
-    python -m experiments.long_run OUT_DIR            # 2,000 steps; about 10 minutes on one quiet core
+    python -m experiments.long_run OUT_DIR            # 2,000 steps; about 12 minutes on one quiet core
 
 Trains with OUT_DIR (new), looks at the memory of the process after every step, and says what became of both between
 the steps 200 and STEPS, in tenths. Exits with 1 if the memory of a tenth is more than 2 % off that of the first.
@@ -15,9 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = dict(
-    STEPS=2000, BATCH_POSITIONS=2, GROUP_SIZE=2, MAX_NEW_TOKENS=48, MAX_NEW_TOKENS_ENV=48, MIX_ENV_RATIO=0.5
-)
+SETTINGS = dict(STEPS=2000, BATCH_POSITIONS=1, GROUP_SIZE=2, MAX_NEW_TOKENS=80, MIX_ENV_RATIO=0)
 SETTINGS |= dict(LR=1e-6, KL_COEF=0, EVAL_EVERY=0, EVAL_POSITIONS=1, SAVE_EVERY=100, DTYPE="float32", NPROC=1)
 SKIP = 200  # steps, until caches are full
 

@@ -42,7 +42,8 @@ def step(tmp_path, processes, loss):
     return torch.load(out, weights_only=True)
 
 
-@pytest.mark.parametrize("loss", ["dapo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_two_processes_take_the_step_of_one(tmp_path, loss):
     one, two = step(tmp_path, 1, loss), step(tmp_path, 2, loss)
     assert one["texts"] == two["texts"] and len(one["texts"]) == 16

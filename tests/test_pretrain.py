@@ -39,6 +39,7 @@ def few_positions(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_never_killed(few_positions, tmp_path):
     arguments = "--data", few_positions, "--steps", "9", "--eval-every", "3"
     whole = run(tmp_path / "whole", *arguments)

@@ -24,7 +24,7 @@ FEN = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
 LABELS = (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5))
 ANSWER = "M: f1b5 d2d4 f1c4 b1c3 c2c3 E: 0.6 0.4 0.3 0.2 0.05 B: f1b5"
 PROMPT = f"P: {FEN}"
-SMALL = dict(STEPS=3, BATCH_POSITIONS=2, GROUP_SIZE=4, MIX_ENV_RATIO=0.5, EVAL_POSITIONS=1, EVAL_EVERY=0, KL_COEF=0.02)
+SMALL = dict(STEPS=3, BATCH_POSITIONS=2, GROUP_SIZE=4, MIX_ENV_RATIO=0.5, EVAL_POSITIONS=1, EVAL_EVERY=0)
 SMALL |= dict(MAX_NEW_TOKENS=100, MAX_NEW_TOKENS_ENV=100, DTYPE="float32", WARMUP_STEPS=0, LR_SCHEDULE="constant")
 DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28, max_completion_tokens=144)  # as in train.py
 

@@ -15,7 +15,6 @@ from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"BATCH_POSITIONS": "4", "GROUP_SIZE": "4", "MIX_ENV_RATIO": "0.5", "EVAL_POSITIONS": "4", "STEPS": "2"}
-SMALL["KL_COEF"] = "0.02"
 
 
 def train(out, **settings):

@@ -66,7 +66,12 @@ def serial():
     owners = [sample for sample in samples[:32] for _ in range(8)]
     graded = list(zip([sample.prompt for sample in owners], texts, grades))
     packed = pickle.dumps(graded)
-    found["grade"] = best(lambda: [grade(s.prompt, t, s.labels, False) for s, t in zip(owners, texts)], 5) / 256
+    said = rollout.tokens.tolist()
+
+    def read_and_grade():
+        return [grade(s.prompt, model.tokenizer.decode(row), s.labels, False) for s, row in zip(owners, said)]
+
+    found["grade"] = best(read_and_grade, 5) / 256
     found["pickle"] = best(lambda: pickle.dumps(graded), 5) / 256
     found["unpickle"] = best(lambda: pickle.loads(packed), 5) / 256
     found["pickled_bytes"] = len(packed) / 256
