@@ -2,7 +2,7 @@
 
 ./train.sh                              the embedded model on the embedded positions
 STEPS=50 LR=3e-5 ./train.sh             settings from the environment
-./train.sh MODEL=jrahn/RookWorld-LM-124M DATA=games.pgn      or as arguments
+./train.sh MODEL=jrahn/RookWorld-LM-124M DATA=games.pgn LR=3e-5      or as arguments
 """
 
 import copy
