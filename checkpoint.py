@@ -13,6 +13,7 @@ import signal
 
 import torch
 
+from folder import read_pickle
 from model import GPT
 from settings import compare
 
@@ -73,7 +74,7 @@ def load(out, say):
             for name in {*sums, *WHOLE}:
                 if digest(folder / name) != sums.get(name):
                     raise ValueError(f"{name} has changed")
-            return folder, torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+            return folder, read_pickle(folder / "trainer.pt")
         except Exception as error:  # an unpickler may raise anything at all
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             say(f"{folder} is damaged ({reason}), so the checkpoint before it is taken.")

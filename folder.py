@@ -1,7 +1,9 @@
 """Model folders from strangers: found here or on the hub, their weights read without running any code."""
 
 import os
+import pickletools
 import re
+import zipfile
 from pathlib import Path
 
 import torch
@@ -29,6 +31,22 @@ def fetch(source):
     return folder
 
 
+def read_pickle(path):
+    """What torch.save has written, without running code. To refuse a name torch takes time with the square of its
+    length, hours for a megabyte, so the names are looked at first."""
+    with open(path, "rb") as file:
+        streams = [file] * 5  # before 2020 torch wrote five pickles, and the tensors after them
+        if zipfile.is_zipfile(file):
+            archive = zipfile.ZipFile(file)
+            streams = [archive.open(name) for name in archive.namelist() if name.endswith("data.pkl")]
+        else:
+            file.seek(0)
+        for stream in streams:
+            if any(isinstance(value, str | bytes) and len(value) > 1000 for _, value, _ in pickletools.genops(stream)):
+                raise ValueError("a name in it has more than 1000 characters")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def read_weights(folder):
     """All tensors by name, from one safetensors file, from several, or from pytorch_model.bin without its code."""
     index = folder / "model.safetensors.index.json"
@@ -50,7 +68,7 @@ def read_weights(folder):
     for name in names:
         try:
             if name.endswith(".bin"):
-                tensors = torch.load(folder / name, map_location="cpu", weights_only=True)
+                tensors = read_pickle(folder / name)
             else:
                 tensors = load_file(folder / name)
         except FileNotFoundError:

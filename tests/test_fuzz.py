@@ -62,9 +62,11 @@ def found(targets, name):
     if name == "config.json":
         for change in ({"n_layer": 2**23}, {"n_embd": 2**31 - 2}, {"n_embd": 2**23, "vocab_size": 2**31 - 1}):
             yield json.dumps({**json.loads(real), **change}).encode()
-    elif name in ("pytorch_model.bin", "trainer.pt sealed"):  # a pickle that takes from an empty stack
+    elif name in ("pytorch_model.bin", "trainer.pt sealed"):  # takes from an empty stack, has a long name
         members = unzipped(real)
-        yield zipped({file: b"\x80\x02R." if file.endswith("data.pkl") else body for file, body in members.items()})
+        for pickled in (b"\x80\x02R.", b"\x80\x02c" + b"m" * 20000 + b"\nn\n."):
+            yield zipped({file: pickled if file.endswith("data.pkl") else body for file, body in members.items()})
+        yield b"\x80\x02c" + b"m" * 20000 + b"\nn\n."
         yield b"PK" + real[500:]
     elif name == "sums.json":
         yield from (b"[" * 20000, b"[]", b"{}", b"\xff")
