@@ -121,9 +121,9 @@ def game_end(board, move):
 
 
 def environment_move(board, rng, best=None):
-    """A move to ask the environment about: one in eight illegal, and rare kinds more often than games have them."""
+    """A move to ask the environment about: one in four illegal, and rare kinds more often than games have them."""
     legal = list(board.legal_moves)
-    if not legal or rng.random() < 1 / 8:
+    if not legal or rng.random() < 1 / 4:
         return illegal_move(board, rng).uci()
     # Looking at every move for one that ends the game is slow, so it is done where there is hope: the best move ends it
     # (or is not known), the opponent has only king and pawns (stalemate), or little material is left at all.

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
@@ -436,3 +437,16 @@ def test_bf16_logits_are_widened_before_the_softmax():
     assert logits.grad.dtype == torch.bfloat16
     expected = torch.nn.functional.one_hot(tokens, 300) - exact.probs
     torch.testing.assert_close(logits.grad.double(), expected / 0.7, atol=1e-6, rtol=2**-8)
+
+
+@pytest.mark.parametrize("kind", grpo.SCHEDULES)
+def test_the_learning_rate_falls_as_in_transformers(kind):
+    """After the warm-up; ours begins with a warmup-th of the rate, theirs with nothing, a step for nothing."""
+    weights = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    name = "constant_with_warmup" if kind == "constant" else kind
+    theirs = transformers.get_scheduler(name, weights, num_warmup_steps=5, num_training_steps=30)
+    for step in range(30):
+        expected = (step + 1) / 5 if step < 5 else theirs.get_last_lr()[0]
+        assert grpo.schedule(step, 30, 5, kind) == pytest.approx(expected, abs=1e-12), step
+        weights.step()
+        theirs.step()

@@ -1,5 +1,6 @@
 """tools/pretrain.py as a user runs it: it learns, it can be killed, and what it makes opens everywhere."""
 
+import argparse
 import json
 import os
 import signal
@@ -8,14 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import chess
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import data
 import tasks
-from model import GPT
+from model import GPT, GPTConfig
 from rollout import pad_prompts
+from tools import pretrain
 
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # these models are too small for two threads to help
@@ -146,3 +149,35 @@ def test_what_cannot_be_done_is_said_in_one_sentence(tmp_path, arguments, said):
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert said in result.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "m").exists()
+
+
+def test_rare_kinds_are_those_of_python_chess():
+    positions = data.split(data.load("builtin"))[0][:4000]
+    mates, castlings, promotions, en_passants, few = pretrain.rare_kinds(positions)
+    assert all(len(kind) >= 10 for kind in (mates, castlings, promotions, en_passants, few))
+    boards = {p: chess.Board(p.fen) for p in positions}
+    for p, board in boards.items():
+        best, *_ = moves = [chess.Move.from_uci(uci) for uci, _ in p.moves]
+        assert (p in castlings) == any(map(board.is_castling, moves))
+        assert (p in promotions) == any(move.promotion for move in moves)
+        assert (p in en_passants) == board.has_legal_en_passant()
+        assert (p in few) == (board.legal_moves.count() < 5)
+        board.push(best)
+        assert (p in mates) == board.is_checkmate()
+
+
+def test_a_fifth_of_the_texts_is_of_rare_kinds(monkeypatch):
+    fens = chess.STARTING_FEN, "7k/8/8/8/8/8/8/K7 w - - 0 1"
+    common, rare = (tasks.Position(fen, (), (("a1a2", 0),)) for fen in fens)
+    asked = []
+
+    def text(position, *_):
+        asked.append(tasks.board_key(position.fen))  # the same for its mirror image
+
+    monkeypatch.setattr(pretrain, "tokenize", lambda texts: None)
+    names = dict.fromkeys(["policy_text", "environment_text", "legal_text"], text)
+    names |= dict(args=argparse.Namespace(seed=0, rows=2000), positions=[common], rare=[[rare]], config=GPTConfig())
+    for name, value in names.items():
+        monkeypatch.setattr(pretrain, name, value, raising=False)
+    pretrain.make_batch(1, 0.5)
+    assert len(asked) == 2000 and 0.16 < asked.count(tasks.board_key(rare.fen)) / 2000 < 0.24

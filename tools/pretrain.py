@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import data
 import tasks
+from engine import CANDIDATES, MATE
 from model import GPT, GPTConfig, fastest_dtype
 from skill import ask, skill
 from tokenizer import LoadError, Tokenizer
@@ -88,6 +89,19 @@ def legal_text(position, rng, chess_format):
     return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # so many that the text fits into 192 bytes
 
 
+def rare_kinds(positions):
+    """Boards that rules are about and games seldom show, a list for each kind; a fifth of the texts are of them."""
+    rights = {"e1g1": "K", "e1c1": "Q", "e8g8": "k", "e8c8": "q"}
+    kinds = [
+        [p for p in positions if p.moves and p.moves[0][1] == MATE - 1],
+        [p for p in positions if any(rights.get(uci, "?") in p.fen.split(" ")[2] for uci, _ in p.moves)],  # castlings
+        [p for p in positions if any(len(uci) == 5 for uci, _ in p.moves)],  # promotions
+        [p for p in positions if p.fen.split(" ")[3] != "-"],  # en passant
+        [p for p in positions if 0 < len(p.moves) < CANDIDATES],  # checks, and the last kings and pawns
+    ]
+    return [kind for kind in kinds if kind]
+
+
 def make_batch(step, progress):
     """One step's tokens: for each task inputs and targets (R, S); targets are -1 outside the completions."""
     rng = random.Random(f"{args.seed}/{step}")
@@ -101,7 +115,7 @@ def make_batch(step, progress):
     ):
         texts = []
         while len(texts) < rows:
-            position = rng.choice(positions)
+            position = rng.choice(rng.choice(rare) if rare and rng.random() < 0.2 else positions)
             if task is policy_text and not position.moves:
                 continue
             texts.append(task(tasks.mirror(position) if rng.random() < 0.5 else position, rng, config.chess_format))
@@ -187,13 +201,14 @@ def make_optimizers(model):
 
 
 def main():
-    global args, config, tokenizer, positions  # read by make_batch, in the pool's processes too
+    global args, config, tokenizer, positions, rare  # read by make_batch, in the pool's processes too
     args = arguments()
     torch.manual_seed(args.seed)
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
     model = start()
     config, tokenizer = model.config, model.tokenizer
     positions, held_out = data.split([p for source in args.data for p in data.load(source)])
+    rare = rare_kinds(positions)
     tests = ask(held_out, args.eval_positions, config.chess_format)
     if not any(p.moves for p in positions):
         sys.exit("error: the data has no labelled position to train on; label it with python -m tools.label.")
