@@ -332,6 +332,10 @@ class GPT(nn.Module):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def is_gain(name):
+    return "ln_" in name and name.endswith(".weight")
+
+
 def fastest_dtype(device):
     """For matrix products: bf16 on CUDA; on CPU what multiplies faster here, since only some have bf16 units."""
     if torch.device(device).type == "cuda":

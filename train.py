@@ -24,7 +24,7 @@ import tasks
 from batch import Batch, microbatches
 from credit import credit
 from engine import LiveLabels
-from model import GPT, fastest_dtype
+from model import GPT, fastest_dtype, is_gain
 from monitor import begin, describe, diagnose, measured, parts_by_task, peak_memory, progress_line, reporter, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
@@ -50,8 +50,9 @@ GROUP_SIZE              = setting("GROUP_SIZE", 4, "G, completions for each prom
 MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 65536 if torch.cuda.is_available() else 4096, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
-TRAIN                   = setting("TRAIN", "mlp", "which weights learn: those of the feed-forward layers, or all", one_of=("mlp", "all"))
+TRAIN                   = setting("TRAIN", "mlp", "which weights learn: those of the feed-forward layers and the norms' gains, or all", one_of=("mlp", "all"))
 LR                      = setting("LR", 6e-4, "learning rate of AdamW", low=0)
+GAINS_LR_FACTOR         = setting("GAINS_LR_FACTOR", 24.0, "the norms' gains learn with so many times LR: they are near 1, other weights near 0.1", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 WEIGHT_DECAY            = setting("WEIGHT_DECAY", 0.0, "of AdamW, on matrices only", low=0)
@@ -69,7 +70,7 @@ KL_WARMUP_FACTOR        = setting("KL_WARMUP_FACTOR", 0.0, "where that rise begi
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 REF_UPDATE_EVERY        = setting("REF_UPDATE_EVERY", 0, "steps after which the policy becomes the reference; 0 is never", low=0)
 REF_DEVICE              = setting("REF_DEVICE", DEVICE, "where the reference is kept")
-ENTROPY_COEF            = setting("ENTROPY_COEF", 0.0, "weight of a bonus for entropy", low=0)
+ENTROPY_COEF            = setting("ENTROPY_COEF", 0.0, "weight of a bonus for entropy; below 0 it is a price, and answers become surer")
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
 TOP_K                   = setting("TOP_K", 0, "sample from the k likeliest tokens; 0 is all", low=0)
 TOP_P                   = setting("TOP_P", 1.0, "sample from the smallest set of tokens that holds this probability", low=1e-6, high=1)
@@ -99,8 +100,7 @@ SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run t
 def draw_prompts(positions, step, chess_format):
     """The prompts of a step, a pure function of SEED and step: some environment tasks, the rest policy tasks."""
     rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-    environment = round(BATCH_POSITIONS * MIX_ENV_RATIO)
-    drawn = rng.sample(positions, BATCH_POSITIONS)
+    drawn, environment = rng.sample(positions, BATCH_POSITIONS), round(BATCH_POSITIONS * MIX_ENV_RATIO)
     return [
         tasks.environment_sample(p, rng, chess_format) if i < environment else tasks.policy_sample(p, chess_format)
         for i, p in enumerate(drawn)
@@ -184,9 +184,8 @@ def update(model, reference, optimizer, batches, kl_coef):
             losses[-1] += loss.detach()
             stats.append(stat)
         # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
-        for p in model.parameters():
-            if p.grad is not None:
-                total(p.grad)
+        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+            total(grad)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         if math.isfinite(norms[-1]) and math.isfinite(total(losses[-1])):
             optimizer.step()
@@ -237,7 +236,7 @@ def build():
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
     model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
     for name, p in model.named_parameters():
-        p.requires_grad_(TRAIN == "all" or ".mlp." in name)
+        p.requires_grad_(TRAIN == "all" or ".mlp." in name or is_gain(name))
     reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
     if COMPILE:  # what training calls; decoding has its own captured graphs
         model.score = torch.compile(model.score, dynamic=True)
@@ -245,9 +244,10 @@ def build():
 
 
 def optimizer_for(model):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decay = {1: 0.0, 2: WEIGHT_DECAY}  # by dimensions: vectors, matrices
-    groups = [{"params": [p for p in trained if p.ndim == n], "weight_decay": decay[n]} for n in decay]
+    groups = [{"params": [], "weight_decay": decay} for decay in (0.0, WEIGHT_DECAY, 0.0)]  # biases, matrices, gains
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            groups[2 if is_gain(name) else p.ndim - 1]["params"].append(p)
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
 
@@ -299,8 +299,8 @@ def main():
 
         # Advantages, loss, gradients, guard, optimizer
         lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * state["lr_factor"]
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        for group, factor in zip(optimizer.param_groups, (1, 1, GAINS_LR_FACTOR)):
+            group["lr"] = lr * factor
         kl_coef = state["kl_coef"] * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
         snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         try:

@@ -47,6 +47,15 @@ def test_a_short_run_leaves_what_it_promises(short_run):
     assert "step 2/2 reward" in result.stdout and "● " in result.stdout
 
 
+def test_the_feed_forward_layers_and_the_norms_gains_learn(short_run):
+    """Four updates of Adam, of about a rate each: two at LR / 5, two at 2 LR / 5 in the warm-up; gains at 24 times."""
+    trained, start = (GPT.load(folder).state_dict() for folder in (short_run[0] / "model", ROOT / "weights" / "tiny"))
+    for name, weights in trained.items():
+        moved = (weights - start[name]).abs().max().item() / (1.2 * 6e-4)
+        rate = 24 if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")) else ".mlp." in name
+        assert 0.5 * rate <= moved <= 1.2 * rate, name
+
+
 def test_the_first_step_starts_from_the_reference(short_run):
     rows = [json.loads(line) for line in (short_run[0] / "metrics.jsonl").read_text().splitlines()]
     assert abs(rows[0]["kl"]) < 1e-7 < abs(rows[1]["kl"])  # before any update KL is 0, after one it is not
