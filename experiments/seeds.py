@@ -38,7 +38,8 @@ def run(out, seed, settings):
     if not figures.exists():
         start = settings.get("MODEL", "weights/tiny")
         command = [sys.executable, "-m", "tools.evaluate", start, str(folder / "model"), "--json", str(figures)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        with open(out / f"seed-{seed}.md", "w") as tables:
+            subprocess.run(command, cwd=ROOT, check=True, stdout=tables)
     return json.loads(figures.read_text()), [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
 
