@@ -44,7 +44,7 @@ def main():
     a, rest = p.parse_known_args()
     sys.argv[1:] = rest
     train.finish()
-    train.TRAIN, train.KL_COEF = "all", 0.0
+    train.TRAIN, train.KL_COEF, train.ENTROPY_COEF = "all", 0.0, 0.0
     model = train.build()[0]
     positions = data.split(data.load(train.DATA))[0]
     found = {}  # (credit, name of a weight) -> its gradient in each batch

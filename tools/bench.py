@@ -140,7 +140,7 @@ def start(w, found):
     prompts = [model.tokenizer.encode(sample.prompt) for sample in samples]
     if w.kl is None:
         return rollouts(w, model, samples), model, prompts
-    train.BATCH_POSITIONS, train.GROUP_SIZE, train.KL_COEF = w.prompts, w.group, w.kl
+    train.BATCH_POSITIONS, train.GROUP_SIZE, train.KL_COEF, train.ENTROPY_COEF = w.prompts, w.group, w.kl, 0.0
     train.TASKS = dict.fromkeys(train.TASKS, w.new)
     return steps(model, w.kl, samples), model, prompts
 
