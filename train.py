@@ -70,7 +70,7 @@ KL_WARMUP_FACTOR        = setting("KL_WARMUP_FACTOR", 0.0, "where that rise begi
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 REF_UPDATE_EVERY        = setting("REF_UPDATE_EVERY", 0, "steps after which the policy becomes the reference; 0 is never", low=0)
 REF_DEVICE              = setting("REF_DEVICE", DEVICE, "where the reference is kept")
-ENTROPY_COEF            = setting("ENTROPY_COEF", round(-0.7 * KL_COEF, 6) + 0.0, "weight of a bonus for entropy; below 0 a price: KL_COEF then holds to the start model at temperature 1 - price / KL_COEF")
+ENTROPY_COEF            = setting("ENTROPY_COEF", round(-0.7 * KL_COEF, 6) + 0.0, "weight of a bonus for entropy; below 0 it is a price, see docs/learning.md")
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
 TOP_K                   = setting("TOP_K", 0, "sample from the k likeliest tokens; 0 is all", low=0)
 TOP_P                   = setting("TOP_P", 1.0, "sample from the smallest set of tokens that holds this probability", low=1e-6, high=1)
