@@ -325,7 +325,7 @@ def main():
             "peak_memory_gb": peak_memory(DEVICE),
         }
         metrics["state"], metrics["advice"] = diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
-        past.append(metrics)
+        past = [*past[-39:], metrics]  # as many as diagnose looks at
         write(metrics)
         say(progress_line(metrics, STEPS, (time.time() - started) / (step + 1 - first) * (STEPS - step - 1)))
 

@@ -62,7 +62,7 @@ def never_killed(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_soak(tmp_path, never_killed, how):
-    """Killed twenty times at random moments, saving included; half as many times politely."""
+    """Killed twenty times at random moments, saving included; asked to leave five times."""
     rng, kills = random.Random(int(how)), 20 if how == signal.SIGKILL else 5
     while kills:
         process = start(tmp_path / "out", STEPS=10)
