@@ -127,7 +127,8 @@ def test_no_step_is_longer_than_the_clip_allows(policy, positions, monkeypatch):
 # Zero-gradient collapse: a hard cap (0.05) gave every sample one reward: no variance, no gradient
 
 
-def test_zero_gradient_collapse(policy, positions):
+def test_zero_gradient_collapse(policy, positions, monkeypatch):
+    monkeypatch.setattr(train, "ENTROPY_COEF", 0.0)  # what rewards alone can teach
     batches, _ = sampled(policy, positions)
     runaway = [b._replace(rewards=b.rewards.abs() + 0.1) for b in batches]  # say that all ran to the limit
     capped = one_update(copy.deepcopy(policy), [b._replace(rewards=b.rewards.clamp(max=0.05)) for b in runaway])
@@ -140,7 +141,8 @@ def test_zero_gradient_collapse(policy, positions):
 # Filibuster: completions ran to the limit without an end token
 
 
-def test_filibuster(policy):
+def test_filibuster(policy, monkeypatch):
+    monkeypatch.setattr(train, "ENTROPY_COEF", 0.0)
     tokenizer = policy.tokenizer
     with torch.no_grad():
         policy.wte.weight[tokenizer.eos] = 0  # it has no wish to stop
