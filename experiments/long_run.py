@@ -1,6 +1,6 @@
 """A long run of the embedded model: does it hold its memory and its speed?
 
-    python -m experiments.long_run OUT_DIR            # 2,000 steps; about 12 minutes on one quiet core
+    python -m experiments.long_run OUT_DIR            # 2,000 steps; about 17 minutes on one core
 
 Trains with OUT_DIR (new), looks at the memory of the process after every step, and says what became of both between
 the steps 200 and STEPS, in tenths. Exits with 1 if the memory of a tenth is more than 2 % off that of the first.
