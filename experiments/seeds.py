@@ -21,20 +21,25 @@ matplotlib.use("Agg")  # a file, no window
 import matplotlib.pyplot as plt
 
 from tools.evaluate import PLAIN
+from tools.plots import points_of, smooth
 
 ROOT = Path(__file__).parent.parent
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 95 %, for n seeds
 SECTIONS = "policy", "environment", "self-play"
 CURVES = {"P/legal": "legal best move", "A/next_state": "exact next state", "reward": "reward"}
-WINDOW = 10  # steps that a curve's point is the mean of
+
+
+def train(folder, seed, settings):
+    """A run of ./train.sh in `folder`, unless it is there."""
+    env = {**os.environ, **settings, "SEED": str(seed), "OUT_DIR": str(folder), "PYTHON": sys.executable}
+    if not (folder / "model").exists():
+        subprocess.run(["./train.sh"], cwd=ROOT, env=env, check=True)
 
 
 def run(out, seed, settings):
     """(the figures of tools.evaluate before and after, the metrics of every step)."""
     folder, figures = out / f"seed-{seed}", out / f"seed-{seed}.json"
-    env = {**os.environ, **settings, "SEED": str(seed), "OUT_DIR": str(folder), "PYTHON": sys.executable}
-    if not (folder / "model").exists():
-        subprocess.run(["./train.sh"], cwd=ROOT, env=env, check=True)
+    train(folder, seed, settings)
     if not figures.exists():
         start = settings.get("MODEL", "weights/tiny")
         command = [sys.executable, "-m", "tools.evaluate", start, str(folder / "model"), "--json", str(figures)]
@@ -76,14 +81,11 @@ def draw(runs, path):
     """Mean over the seeds, and the band from the lowest to the highest."""
     figure, axes = plt.subplots(1, len(CURVES), figsize=(12, 3.6), constrained_layout=True)
     for axis, (name, title) in zip(axes, CURVES.items()):
-        lines = []
-        for rows in runs:
-            values = [row[name] for row in rows]
-            lines.append([statistics.fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))])
-        steps = range(1, len(lines[0]) + 1)
+        curves = [smooth(points_of(rows, name)) for rows in runs]
+        lines, steps = [[value for _, value in curve] for curve in curves], [step for step, _ in curves[0]]
         axis.fill_between(steps, [min(x) for x in zip(*lines)], [max(x) for x in zip(*lines)], alpha=0.25)
         axis.plot(steps, [statistics.fmean(x) for x in zip(*lines)])
-        axis.set(title=f"{title}, mean of {WINDOW} steps", xlabel="step")
+        axis.set(title=f"{title}, means over ten steps", xlabel="step")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 

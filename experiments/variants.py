@@ -8,10 +8,9 @@ skill after the run with that before it, over the seeds; OUT/variants.json has t
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from experiments.seeds import train
 
 VARIANTS = {  # the learning rates are the best found for each
     "default": {},
@@ -21,7 +20,7 @@ VARIANTS = {  # the learning rates are the best found for each
     "groups-of-8": {"BATCH_POSITIONS": "16", "GROUP_SIZE": "8"},
     "slow-gains": {"GAINS_LR_FACTOR": "1"},
     "no-price": {"ENTROPY_COEF": "0"},
-    "no-kl": {"KL_COEF": "0", "ENTROPY_COEF": "0"},
+    "no-kl": {"KL_COEF": "0"},
 }
 ROWS = {
     "legal move": "policy legal T=1",
@@ -31,7 +30,6 @@ ROWS = {
     "environment reward": "environment reward T=1",
     "legal move, greedy": "policy legal T=0",
 }
-ROOT = Path(__file__).parent.parent
 
 
 def main():
@@ -45,10 +43,7 @@ def main():
     for name in a.only:
         for seed in range(a.seeds):
             folder = a.out.resolve() / f"{name}-{seed}"
-            settings = {"STEPS": str(a.steps), "SEED": str(seed), "EVAL_EVERY": "0", "EVAL_POSITIONS": "512"}
-            if not (folder / "model").exists():
-                env = {**os.environ, **settings, **VARIANTS[name], "OUT_DIR": str(folder), "PYTHON": sys.executable}
-                subprocess.run(["./train.sh"], cwd=ROOT, env=env, check=True)
+            train(folder, seed, {"STEPS": str(a.steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "512", **VARIANTS[name]})
             skill = json.loads((folder / "skill.json").read_text())
             for row, key in ROWS.items():
                 (before, _), (after, half) = skill["before"][key], skill["after"][key]

@@ -37,7 +37,7 @@ def test_gains_are_averaged_over_the_seeds():
 def test_what_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
     for seed in range(2):
         (tmp_path / f"seed-{seed}" / "model").mkdir(parents=True)
-        rows = [{"P/legal": 0.1 * i, "A/next_state": 0.5, "reward": seed} for i in range(12)]
+        rows = [{"step": i + 1, "P/legal": 0.1 * i, "A/next_state": 0.5, "reward": seed} for i in range(12)]
         (tmp_path / f"seed-{seed}" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (tmp_path / f"seed-{seed}.json").write_text(json.dumps(made_up(0.1 + seed, True)))
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", "LR=1e-3"])

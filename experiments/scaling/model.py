@@ -172,8 +172,7 @@ def main():
         how = "mended" if mended else "as it is"
         table(f"Weak: 64 prompts × {GROUP} on each GPU, {how}", lambda world: 64, cost, mended)
         table(f"Strong: 512 prompts × {GROUP} on all GPUs together, {how}", lambda world: 512 // world, cost, mended)
-    if found["runs"]:
-        check(found)
+    check(found)
 
 
 if __name__ == "__main__":
