@@ -35,8 +35,8 @@ def finish(process):
     return process.returncode, said, wrong
 
 
-def wait_for_a_checkpoint(process, out):
-    while not (out / "latest").exists() and process.poll() is None:
+def wait_for(file, process):
+    while not (file.exists() and file.stat().st_size) and process.poll() is None:
         time.sleep(0.1)
     return process
 
@@ -82,7 +82,7 @@ def test_soak(tmp_path, never_killed, how):
 @pytest.mark.slow
 def test_a_stopped_run_says_so_and_goes_on(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    process = wait_for_a_checkpoint(start(out, STEPS=50, NPROC=2), out)
+    process = wait_for(out / "metrics.jsonl", start(out, STEPS=50, NPROC=2, SAVE_EVERY=50))
     process.send_signal(signal.SIGTERM)
     code, said, wrong = finish(process)
     assert code == 128 + signal.SIGTERM and "goes on from there" in said, wrong
@@ -99,7 +99,7 @@ def test_a_stopped_run_says_so_and_goes_on(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_run(tmp_path):
     out = tmp_path / "out"
-    process = wait_for_a_checkpoint(start(out, STEPS=50, NPROC=2), out)
+    process = wait_for(out / "latest", start(out, STEPS=50, NPROC=2))
     other = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     os.kill(other, signal.SIGKILL)
     code, said, wrong = finish(process)
@@ -143,17 +143,18 @@ def test_live_labels_are_those_of_stockfish():
     "text",
     [
         "exit 1",
-        pytest.param("sleep 60", marks=pytest.mark.slow),
+        pytest.param("sleep 20", marks=pytest.mark.slow),
         "while read x; do echo uciok; echo bestmove e9e9; done",
     ],
 )
 def test_an_engine_that_dies_hangs_or_talks_nonsense(tmp_path, monkeypatch, text):
     monkeypatch.setenv("STOCKFISH_PATH", stub(tmp_path, text))
     monkeypatch.setattr(engine.Engine, "SILENCE", 0.1)
-    live = engine.LiveLabels()
+    live, started = engine.LiveLabels(), time.monotonic()
     for _ in range(3):
         assert all(not s.labels for s in live(unlabelled()) if s.prompt.startswith("P"))
     assert live.failures == live.PATIENCE  # counted, and then left alone
+    assert time.monotonic() - started < 20 * live.PATIENCE / 2  # nobody waits for an engine that hangs
 
 
 def test_an_engine_that_dies_once_is_started_again(tmp_path, monkeypatch):
