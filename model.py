@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -334,22 +333,6 @@ class GPT(nn.Module):
 
 def is_gain(name):
     return "ln_" in name and name.endswith(".weight")
-
-
-def fastest_dtype(device):
-    """For matrix products: bf16 on CUDA; on CPU what multiplies faster here, since only some have bf16 units."""
-    if torch.device(device).type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            F.linear(x, w)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
-    return min(seconds, key=seconds.get)
 
 
 def read_config(folder):

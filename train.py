@@ -24,7 +24,8 @@ import tasks
 from batch import Batch, microbatches
 from credit import credit
 from engine import LiveLabels
-from model import GPT, fastest_dtype, is_gain
+from machine import fastest_dtype, prepare
+from model import GPT, is_gain
 from monitor import begin, describe, diagnose, measured, parts_by_task, peak_memory, progress_line, reporter, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
@@ -232,8 +233,8 @@ def first_look(model, reference, batches, graded):
 def build():
     """The model, its reference (None without KL), the optimizer."""
     global DTYPE
+    prepare()
     DTYPE = fastest_dtype(DEVICE) if DTYPE == "auto" else getattr(torch, DTYPE)
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
     model = GPT.load(MODEL).to(DEVICE).use(DTYPE)
     for name, p in model.named_parameters():
         p.requires_grad_(TRAIN == "all" or ".mlp." in name or is_gain(name))

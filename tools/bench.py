@@ -28,7 +28,8 @@ import rollout
 import skill
 import tasks
 import train
-from model import GPT, GPTConfig, fastest_dtype
+from machine import fastest_dtype, prepare
+from model import GPT, GPTConfig
 from monitor import describe, peak_memory
 from tokenizer import Tokenizer
 from tools import limits, peers
@@ -320,7 +321,7 @@ def main():
         train.stop(f"{a.json} cannot be written: its folder does not exist.")
     if a.runs < 1:
         train.stop(f"--runs {a.runs} measures nothing; give at least 1.")
-    torch.set_flush_denormal(True)
+    prepare()
     machine = describe(train.DEVICE, "see workloads") | {"command": shlex.join(["tools.bench", *sys.argv[1:]])}
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
     print(f"{machine['machine']}, {result['threads']} threads, torch {torch.__version__}")

@@ -21,7 +21,8 @@ from tqdm import tqdm
 import data
 import tasks
 from engine import MATE, Engine, EngineError, find_stockfish
-from model import GPT, fastest_dtype
+from machine import fastest_dtype, prepare
+from model import GPT
 from rewards import distance, read_policy
 from skill import answers, ask, interval
 from tokenizer import LoadError
@@ -289,7 +290,7 @@ def stockfish(a):
 
 def main():
     a = arguments()
-    torch.set_flush_denormal(True)
+    prepare()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     positions = data.load(a.data)
     held_out = data.split(positions)[1]

@@ -27,7 +27,8 @@ from tqdm import tqdm
 import data
 import tasks
 from engine import CANDIDATES, MATE
-from model import GPT, GPTConfig, fastest_dtype
+from machine import fastest_dtype, prepare
+from model import GPT, GPTConfig
 from skill import ask, skill
 from tokenizer import LoadError, Tokenizer
 
@@ -204,7 +205,7 @@ def main():
     global args, config, tokenizer, positions, rare  # read by make_batch, in the pool's processes too
     args = arguments()
     torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
+    prepare()
     model = start()
     config, tokenizer = model.config, model.tokenizer
     positions, held_out = data.split([p for source in args.data for p in data.load(source)])

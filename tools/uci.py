@@ -21,7 +21,8 @@ import torch
 
 import tasks
 from engine import MATE
-from model import GPT, fastest_dtype
+from machine import fastest_dtype, prepare
+from model import GPT
 from rewards import read_policy
 from rollout import generate, pad_prompts
 from skill import LIMIT
@@ -248,6 +249,7 @@ class Search(threading.Thread):
 
 
 def load(name):
+    prepare()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = GPT.load(name).to(device).cast(fastest_dtype(device))
     positions = model.config.n_positions

@@ -25,6 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import rewards
 import train
+from machine import prepare
 from monitor import describe
 from tools import bench
 
@@ -103,7 +104,7 @@ def main():
         sys.exit(f"error: {a.workload} is for machines without a GPU; on this one give --workload W4.")
     if a.json and not Path(a.json).absolute().parent.is_dir():
         sys.exit(f"error: {a.json} cannot be written: its folder does not exist.")
-    torch.set_flush_denormal(True)
+    prepare()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.disable_progress_bar()
