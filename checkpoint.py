@@ -24,8 +24,8 @@ class CheckpointError(Exception):
     """The message is meant for the user."""
 
 
-def lock(out):
-    """A hold on OUT_DIR, which ends with this process, however that ends."""
+def lock(out, fresh=False):
+    """A hold on OUT_DIR, which ends with this process, however that ends; a fresh run finds it empty."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = open(out / ".lock", "w")
@@ -35,6 +35,8 @@ def lock(out):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise CheckpointError(f"OUT_DIR={out} is in use by another run; wait for its end, or name another folder.")
+    if fresh:
+        clear(out)
     return handle
 
 
@@ -90,6 +92,8 @@ def resume(out, model, optimizer, reference, state, say):
     folder, state = found
     compare(state["settings"], say)
     model.load_state_dict(GPT.load(folder).state_dict())
+    for saved in (state["optimizer"], state["good"][1]):
+        saved["param_groups"] = optimizer.state_dict()["param_groups"]  # the settings of today count
     optimizer.load_state_dict(state["optimizer"])
     if "reference" in state:
         reference.load_state_dict(state["reference"])

@@ -15,6 +15,7 @@ import torch
 
 import grpo
 from checkpoint import rewind
+from parallel import RANK
 from settings import values
 from skill import mean_parts
 
@@ -127,8 +128,11 @@ def describe(device, dtype):
     }
 
 
-def begin(out, state, about, report):
+def begin(out, state, about, kind, name):
     """The files of a run, cut back to where it stands: (its steps so far, a function that writes the next one)."""
+    if RANK:
+        return [], lambda metrics: None
+    report = reporter(kind, name, out, values())
     past = rewind(out / "metrics.jsonl", state["step"])
     rewind(out / "samples.jsonl", state["step"] if state["skill"] else -1)
     (out / "settings.json").write_text(json.dumps(values(), indent=2))

@@ -9,6 +9,7 @@ import os
 import sys
 
 KNOWN = {}  # name -> (default, meaning, value)
+INSTEAD = {}  # name -> default, where a setting before it has changed that
 
 
 def refuse(message):
@@ -21,6 +22,7 @@ def arguments():
 
 
 def setting(name, default, meaning, one_of=None, low=None, high=None):
+    default = INSTEAD.get(name, default)
     text = arguments().get(name, os.environ.get(name))
     value = default if text is None else read(name, text, type(default))
     if one_of is not None and value not in one_of:
@@ -74,6 +76,6 @@ def compare(old, say):
     """Settings that a stopped run goes on with: those that would make it another run are refused, others listed."""
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
-            if name in ("MODEL", "DATA", "SEED"):
+            if name in ("MODEL", "DATA", "SEED", "TRAIN"):
                 refuse(f"this run was started with {name}={old[name]}; use that again, or start over with FRESH=1.")
             say(f"{name} was {old[name]} and is now {value}")

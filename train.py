@@ -26,17 +26,19 @@ from credit import credit
 from engine import LiveLabels
 from machine import fastest_dtype, prepare
 from model import GPT, is_gain
-from monitor import begin, describe, diagnose, measured, parts_by_task, peak_memory, progress_line, reporter, show
+from monitor import begin, describe, diagnose, measured, parts_by_task, peak_memory, progress_line, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
-from settings import finish, setting, values
-from settings import refuse as stop
+from settings import INSTEAD, finish, refuse, setting, values
 from skill import ask, look, mean_parts, sample_and_grade, table
 from tokenizer import LoadError
 from tools.curves import plot
 from tools.report import write as write_report
 
 # fmt: off
+OVERFIT                 = setting("OVERFIT", False, "learn one batch of prompts again and again, with defaults of its own: can the loop learn at all?")
+if OVERFIT:  # many answers to few prompts, and nothing that holds the policy back
+    INSTEAD |= dict(STEPS=100, BATCH_POSITIONS=4, GROUP_SIZE=32, LR=1e-3, LR_SCHEDULE="constant", LAST_GAINS_LR_FACTOR=24.0, KL_COEF=0.0)
 MODEL                   = setting("MODEL", "weights/tiny", "the model to train: a Hugging Face folder or a hub id")
 DATA                    = setting("DATA", "builtin", "where positions come from: builtin, a file (own lines, RookWorld's, FEN, EPD, PGN), or hub:...")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
@@ -52,8 +54,9 @@ MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that 
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 65536 if torch.cuda.is_available() else 4096, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
 TRAIN                   = setting("TRAIN", "mlp", "which weights learn: those of the feed-forward layers and the norms' gains, or all", one_of=("mlp", "all"))
-LR                      = setting("LR", 6e-4, "learning rate of AdamW", low=0)
+LR                      = setting("LR", 3e-4, "learning rate of AdamW", low=0)
 GAINS_LR_FACTOR         = setting("GAINS_LR_FACTOR", 24.0, "the norms' gains learn with so many times LR: they are near 1, other weights near 0.1", low=0)
+LAST_GAINS_LR_FACTOR    = setting("LAST_GAINS_LR_FACTOR", 400.0, "... and those of the last norm, which scale the logits, with so many", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 WEIGHT_DECAY            = setting("WEIGHT_DECAY", 0.0, "of AdamW, on matrices only", low=0)
@@ -87,7 +90,6 @@ RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate 
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "skipped updates in a row after which the run goes back", low=1)
 REPORT_TO               = setting("REPORT_TO", "none", "also log to", one_of=("none", "wandb", "tensorboard"))
 RUN_NAME                = setting("RUN_NAME", "", "name of the run in that log")
-OVERFIT                 = setting("OVERFIT", False, "learn one batch of prompts again and again: can the loop learn at all?")
 # fmt: on
 
 TASKS = {"P: ": MAX_NEW_TOKENS, "A: ": MAX_NEW_TOKENS_ENV}  # rolled out one kind at a time, as their lengths differ
@@ -201,10 +203,6 @@ def update(model, reference, optimizer, batches, kl_coef):
     return metrics | {"skipped": skipped, "broken": broken}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The guard
-
-
 @torch.no_grad()
 def first_look(model, reference, batches, graded):
     """Before step 1 policy, sampler and reference are one function, and the model speaks the language; or no run."""
@@ -216,13 +214,13 @@ def first_look(model, reference, batches, graded):
         if reference is not None:
             kl += grpo.kl(logprobs, refer(reference, part), part.mask, "k3").sum().item()
     if not gap / tokens < (1e-3 if DTYPE == torch.float32 else 0.05):
-        stop(f"sampling and training disagree by {gap / tokens:.4f} nats a token before any update, where only a bug "
+        refuse(f"sampling and training disagree by {gap / tokens:.4f} nats a token before any update, where only a bug "
              "or NaN in the weights can be the reason.")  # fmt: skip
     if not kl / tokens < 1e-5:
-        stop(f"KL to the reference is {kl / tokens:.5f} before any update, so the reference is not the start model.")
+        refuse(f"KL to the reference is {kl / tokens:.5f} before any update, so the reference is not the start model.")
     structure = mean_parts([grade for _, _, grade in graded])["structure"]
     if structure < 0.2:
-        stop(f"only {structure:.0%} of the first completions have the structure of an answer, so MODEL={MODEL} does not "
+        refuse(f"only {structure:.0%} of the first completions have the structure of an answer, so MODEL={MODEL} does not "
              "speak this format: check its weights and chess_format in its config.json, or pretrain it first.")  # fmt: skip
 
 
@@ -245,26 +243,28 @@ def build():
 
 
 def optimizer_for(model):
-    groups = [{"params": [], "weight_decay": decay} for decay in (0.0, WEIGHT_DECAY, 0.0)]  # biases, matrices, gains
+    factors = 1, 1, GAINS_LR_FACTOR, LAST_GAINS_LR_FACTOR  # biases, matrices, the norms' gains, those of the last norm
+    groups = [{"params": [], "lr": LR * factor, "factor": factor, "weight_decay": 0.0} for factor in factors]
+    groups[1]["weight_decay"] = WEIGHT_DECAY
     for name, p in model.named_parameters():
         if p.requires_grad:
-            groups[2 if is_gain(name) else p.ndim - 1]["params"].append(p)
-    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+            groups[3 if name == "ln_f.weight" else 2 if is_gain(name) else p.ndim - 1]["params"].append(p)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def main():
     global MICROBATCH_TOKENS
     finish()
     if BATCH_POSITIONS % WORLD:
-        stop(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {WORLD} processes; set NPROC=1.")
+        refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {WORLD} processes; set NPROC=1.")
     if KL_TARGET and not KL_COEF:
-        stop("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
+        refuse("KL_TARGET adapts KL_COEF, which is 0; set KL_COEF above 0.")
     parallel.start(DEVICE)
     model, reference, optimizer = build()
     chess_format = model.config.chess_format
     positions, held_out = data.split(data.load(DATA))
     if len(positions) < BATCH_POSITIONS:
-        stop(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
+        refuse(f"DATA={DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
     label = LiveLabels()
     tests = label(ask(held_out, EVAL_POSITIONS, chess_format))
     out, lead = Path(OUT_DIR), RANK == 0
@@ -275,14 +275,10 @@ def main():
     state = dict(step=0, kl_coef=KL_COEF, lr_factor=1.0, in_a_row=0, rollbacks=0, skill={}, best=(-1.0, 0))
     state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     if lead:
-        hold = checkpoint.lock(out)
-    if lead and FRESH:
-        checkpoint.clear(out)
+        hold = checkpoint.lock(out, FRESH)
     parallel.wait()
     state = checkpoint.resume(out, model, optimizer, reference, state, say)
-    past, write = [], lambda metrics: None
-    if lead:
-        past, write = begin(out, state, describe(DEVICE, DTYPE), reporter(REPORT_TO, RUN_NAME, OUT_DIR, values()))
+    past, write = begin(out, state, describe(DEVICE, DTYPE), REPORT_TO, RUN_NAME)
     say(f"{MODEL}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {chess_format} format, "
         f"{len(positions)} positions to train on, {DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
     if "before" not in state["skill"]:
@@ -300,8 +296,8 @@ def main():
 
         # Advantages, loss, gradients, guard, optimizer
         lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * state["lr_factor"]
-        for group, factor in zip(optimizer.param_groups, (1, 1, GAINS_LR_FACTOR)):
-            group["lr"] = lr * factor
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
         kl_coef = state["kl_coef"] * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
         snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         try:
@@ -336,7 +332,7 @@ def main():
         if metrics["broken"] or gone or state["in_a_row"] >= MAX_CONSECUTIVE_NANS:
             state["rollbacks"] += 1
             if state["rollbacks"] == 3:
-                stop(f"the run failed a third time; {metrics['advice']}.")
+                refuse(f"the run failed a third time; {metrics['advice']}.")
             model.load_state_dict(state["good"][0])
             optimizer.load_state_dict(copy.deepcopy(state["good"][1]))
             state |= {"lr_factor": state["lr_factor"] * RECOVERY_LR_FACTOR, "in_a_row": 0}
@@ -376,6 +372,6 @@ if __name__ == "__main__":
     try:
         main()
     except (LoadError, data.DataError, checkpoint.CheckpointError) as error:
-        stop(str(error))
+        refuse(str(error))
     except RuntimeError as error:
-        stop(parallel.lost(error))
+        refuse(parallel.lost(error))

@@ -55,7 +55,7 @@ def far(logprobs, old_logprobs, *args, **kwargs):
 
 def sgd(model):
     """Without Adam, which divides a gradient by its own size."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=train.LR)
+    return torch.optim.SGD([{"params": [p for p in model.parameters() if p.requires_grad], "factor": 1}], lr=train.LR)
 
 
 def deaf(model, prompts, group_size, limit, temperature, top_k, top_p, eos, *chance):

@@ -1,5 +1,6 @@
 """checkpoint.py: whole or not at all, and never trusted unchecked."""
 
+import copy
 import errno
 import json
 import os
@@ -41,6 +42,23 @@ def test_what_is_saved_comes_back(byte_model, tmp_path):
 def test_only_some_are_kept_and_the_best_is_one_of_them(byte_model, tmp_path):
     save(tmp_path, byte_model, *range(1, 6), keep=2)
     assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-000005", "step-000004", "step-000001"]
+
+
+def test_a_run_goes_on_with_the_settings_of_today(byte_model, tmp_path):
+    def optimizer(decay):
+        return torch.optim.AdamW(byte_model.parameters(), weight_decay=decay)
+
+    before, after = optimizer(0.1), optimizer(0.2)
+    byte_model(torch.tensor([[1, 2, 3]])).sum().backward()
+    before.step()
+    good = copy.deepcopy((byte_model.state_dict(), before.state_dict()))
+    state = {**TRAINER, "optimizer": before.state_dict(), "good": good, "step": 1}
+    checkpoint.save(tmp_path, byte_model, state, 1)
+    state = checkpoint.resume(tmp_path, byte_model, after, None, {}, lambda _: None)
+    for groups in (after.param_groups, state["good"][1]["param_groups"]):
+        assert [group["weight_decay"] for group in groups] == [0.2]
+    weight = byte_model.wte.weight
+    assert torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"]) and weight.grad.any()
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json", "config.json"])

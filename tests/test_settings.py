@@ -9,11 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
-from settings import finish, setting, values
+from settings import INSTEAD, finish, setting, values
 STEPS = setting("STEPS", 100, "how long", low=0)
 LR = setting("LR", 1e-4, "how fast", low=0)
 LOSS = setting("LOSS", "dapo", "which", one_of=("grpo", "dapo"))
 OVERFIT = setting("OVERFIT", False, "on one batch")
+if OVERFIT:
+    INSTEAD["RUN_NAME"] = "one"
 RUN_NAME = setting("RUN_NAME", "", "a name")
 finish()
 print(values())
@@ -28,6 +30,7 @@ def run(*arguments, **environment):
 def test_arguments_come_before_the_environment_before_defaults():
     result = run("LR=0.5", "RUN_NAME=a=b", LR="7", STEPS="5", OVERFIT="1")
     assert eval(result.stdout) == {"STEPS": 5, "LR": 0.5, "LOSS": "dapo", "OVERFIT": True, "RUN_NAME": "a=b"}
+    assert eval(run().stdout)["RUN_NAME"] == "" and eval(run("OVERFIT=1").stdout)["RUN_NAME"] == "one"
 
 
 @pytest.mark.parametrize(

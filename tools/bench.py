@@ -318,9 +318,9 @@ def main():
     p.add_argument("--runs", type=int, default=5, help="rounds, of which a number is the median")
     a = p.parse_args()
     if a.json and not Path(a.json).absolute().parent.is_dir():
-        train.stop(f"{a.json} cannot be written: its folder does not exist.")
+        train.refuse(f"{a.json} cannot be written: its folder does not exist.")
     if a.runs < 1:
-        train.stop(f"--runs {a.runs} measures nothing; give at least 1.")
+        train.refuse(f"--runs {a.runs} measures nothing; give at least 1.")
     prepare()
     machine = describe(train.DEVICE, "see workloads") | {"command": shlex.join(["tools.bench", *sys.argv[1:]])}
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}

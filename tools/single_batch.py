@@ -299,7 +299,7 @@ def build():
     model, reference, optimizer = train.build()
     positions = data.split(data.load(train.DATA))[0]
     if len(positions) < train.BATCH_POSITIONS:
-        train.stop(f"DATA={train.DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS.")
+        train.refuse(f"DATA={train.DATA} has {len(positions)} positions to train on, fewer than BATCH_POSITIONS.")
     samples = train.draw_prompts(positions, train.REWARD_WARMUP_STEPS, model.config.chess_format)
     return model, reference, optimizer, LiveLabels()(samples)
 
@@ -325,7 +325,7 @@ def main():
     sys.argv[1:] = ["--help"] if a.help else rest
     finish()
     if a.json and not Path(a.json).absolute().parent.is_dir():
-        train.stop(f"{a.json} cannot be written: its folder does not exist.")
+        train.refuse(f"{a.json} cannot be written: its folder does not exist.")
     stations = []
     for look in examine(*build()):
         stations.append(look)
@@ -343,4 +343,4 @@ if __name__ == "__main__":
     try:
         main()
     except (LoadError, data.DataError) as error:
-        train.stop(str(error))
+        train.refuse(str(error))
