@@ -1,24 +1,14 @@
-"""Settings of the machine that make the same numbers faster."""
+"""What makes the same numbers faster on this machine."""
 
-import contextlib
-import ctypes
 import time
 
 import torch
 import torch.nn.functional as F
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
-
 
 def prepare():
-    """For a program that lives from CPU tensors. Call it once, at its start."""
+    """Call it once, at a program's start."""
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
-    # glibc gives large blocks back to the kernel, which clears each page anew for the next tensor: a cache of 100 MB
-    # then takes four times as long to grow. Let it keep them. (Other libraries than glibc do as they like.)
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def fastest_dtype(device):
