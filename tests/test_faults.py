@@ -68,7 +68,7 @@ def test_soak(tmp_path, never_killed, how):
     while kills or code:
         process = start(out, STEPS=10)
         if kills:
-            time.sleep(rng.uniform(2, 7))
+            time.sleep(rng.uniform(2, 5.5))
             process.send_signal(how)
         code, said, wrong = finish(process)
         kills -= code != 0
