@@ -48,8 +48,8 @@ def test_a_short_run_leaves_what_it_promises(short_run):
 
 
 def test_the_feed_forward_layers_and_the_norms_gains_learn(short_run):
-    """Four updates of Adam, of about a rate each: two at LR / 5, two at 2 LR / 5 in the warm-up; gains at 24 times, those
-    of the last norm at 400 times."""
+    """Four updates of Adam, of about a rate each: two at LR / 5, two at 2 LR / 5 in the warm-up; gains at 24 times, the
+    last norm's at 400 times."""
     trained, start = (GPT.load(folder).state_dict() for folder in (short_run[0] / "model", ROOT / "weights" / "tiny"))
     for name, weights in trained.items():
         moved = (weights - start[name]).abs().max().item() / (1.2 * 3e-4)
