@@ -128,7 +128,7 @@ def describe(device, dtype):
     }
 
 
-def begin(out, state, about, kind, name):
+def begin(out, state, device, dtype, kind, name):
     """The files of a run, cut back to where it stands: (its steps so far, a function that writes the next one)."""
     if RANK:
         return [], lambda metrics: None
@@ -136,7 +136,7 @@ def begin(out, state, about, kind, name):
     past = rewind(out / "metrics.jsonl", state["step"])
     rewind(out / "samples.jsonl", state["step"] if state["skill"] else -1)
     (out / "settings.json").write_text(json.dumps(values(), indent=2))
-    (out / "run.json").write_text(json.dumps(about, indent=2))
+    (out / "run.json").write_text(json.dumps(describe(device, dtype), indent=2))
     log = open(out / "metrics.jsonl", "a")
 
     def write(metrics):

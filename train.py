@@ -26,7 +26,7 @@ from credit import credit
 from engine import LiveLabels
 from machine import fastest_dtype, prepare
 from model import GPT, is_gain
-from monitor import begin, describe, diagnose, measured, parts_by_task, peak_memory, progress_line, show
+from monitor import begin, diagnose, measured, parts_by_task, peak_memory, progress_line, show
 from parallel import RANK, WORLD, collect, gather, total
 from rollout import distribution, pad_prompts
 from settings import INSTEAD, finish, refuse, setting, values
@@ -215,13 +215,13 @@ def first_look(model, reference, batches, graded):
             kl += grpo.kl(logprobs, refer(reference, part), part.mask, "k3").sum().item()
     if not gap / tokens < (1e-3 if DTYPE == torch.float32 else 0.05):
         refuse(f"sampling and training disagree by {gap / tokens:.4f} nats a token before any update, where only a bug "
-             "or NaN in the weights can be the reason.")  # fmt: skip
+               "or NaN in the weights can be the reason.")  # fmt: skip
     if not kl / tokens < 1e-5:
         refuse(f"KL to the reference is {kl / tokens:.5f} before any update, so the reference is not the start model.")
     structure = mean_parts([grade for _, _, grade in graded])["structure"]
     if structure < 0.2:
         refuse(f"only {structure:.0%} of the first completions have the structure of an answer, so MODEL={MODEL} does not "
-             "speak this format: check its weights and chess_format in its config.json, or pretrain it first.")  # fmt: skip
+               "speak this format: check its weights and chess_format in its config.json, or pretrain it first.")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def main():
         hold = checkpoint.lock(out, FRESH)
     parallel.wait()
     state = checkpoint.resume(out, model, optimizer, reference, state, say)
-    past, write = begin(out, state, describe(DEVICE, DTYPE), REPORT_TO, RUN_NAME)
+    past, write = begin(out, state, DEVICE, DTYPE, REPORT_TO, RUN_NAME)
     say(f"{MODEL}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {chess_format} format, "
         f"{len(positions)} positions to train on, {DEVICE} in {DTYPE}, {WORLD} process(es)")  # fmt: skip
     if "before" not in state["skill"]:

@@ -18,7 +18,7 @@ VARIANTS = {  # the learning rates are the best found for each
     "all-weights": {"TRAIN": "all", "LR": "2e-4"},
     "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "2e-4"},
     "groups-of-8": {"BATCH_POSITIONS": "16", "GROUP_SIZE": "8"},
-    "slow-gains": {"GAINS_LR_FACTOR": "1"},
+    "slow-gains": {"GAINS_LR_FACTOR": "1", "LAST_GAINS_LR_FACTOR": "1"},
     "no-price": {"ENTROPY_COEF": "0"},
     "no-kl": {"KL_COEF": "0"},
 }
