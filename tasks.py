@@ -120,10 +120,10 @@ def game_end(board, move):
     return outcome and outcome.termination
 
 
-def environment_move(board, rng, best=None):
-    """A move to ask the environment about: one in four illegal, and rare kinds more often than games have them."""
+def environment_move(board, rng, best=None, illegal=1 / 4):
+    """A move to ask the environment about: a share of illegal ones, and rare kinds more often than games have them."""
     legal = list(board.legal_moves)
-    if not legal or rng.random() < 1 / 4:
+    if not legal or rng.random() < illegal:
         return illegal_move(board, rng).uci()
     # Looking at every move for one that ends the game is slow, so it is done where there is hope: the best move ends it
     # (or is not known), the opponent has only king and pawns (stalemate), or little material is left at all.
@@ -156,17 +156,17 @@ def policy_sample(position, chess_format):
     return Sample(policy_prompt(position.fen, chess_format), position.moves)
 
 
-def environment_sample(position, rng, chess_format):
+def environment_sample(position, rng, chess_format, illegal=1 / 4):
     """Asks about the position's own move if it has one. No move leads from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.ask
     if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, which games never reach
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
-    move = move or environment_move(board, rng, position.moves and position.moves[0][0])
+    move = move or environment_move(board, rng, position.moves and position.moves[0][0], illegal)
     labels = transition(fen, move)
     while held_out(labels[0]) and not held_out(fen):
-        move = environment_move(board, rng)
+        move = environment_move(board, rng, illegal=illegal)
         labels = transition(fen, move)
     history = (*position.history, move)[-10:]
     return Sample(environment_prompt(fen, move, history, chess_format), labels)

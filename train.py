@@ -93,6 +93,7 @@ RUN_NAME                = setting("RUN_NAME", "", "name of the run in that log")
 # fmt: on
 
 TASKS = {"P: ": MAX_NEW_TOKENS, "A: ": MAX_NEW_TOKENS_ENV}  # rolled out one kind at a time, as their lengths differ
+ILLEGAL = 1 / 3  # of the moves that environment tasks ask about: of what is rarer, a model learns that it never happens
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
 
 
@@ -105,7 +106,7 @@ def draw_prompts(positions, step, chess_format):
     rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
     drawn, environment = rng.sample(positions, BATCH_POSITIONS), round(BATCH_POSITIONS * MIX_ENV_RATIO)
     return [
-        tasks.environment_sample(p, rng, chess_format) if i < environment else tasks.policy_sample(p, chess_format)
+        tasks.environment_sample(p, rng, chess_format, ILLEGAL) if i < environment else tasks.policy_sample(p, chess_format)
         for i, p in enumerate(drawn)
     ]
 

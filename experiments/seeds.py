@@ -36,15 +36,15 @@ def train(folder, seed, settings):
         subprocess.run(["./train.sh"], cwd=ROOT, env=env, check=True)
 
 
-def run(out, seed, settings):
+def run(out, seed, settings, *options):
     """(the figures of tools.evaluate before and after, the metrics of every step)."""
     folder, figures = out / f"seed-{seed}", out / f"seed-{seed}.json"
     train(folder, seed, settings)
     if not figures.exists():
         start = settings.get("MODEL", "weights/tiny")
-        command = [sys.executable, "-m", "tools.evaluate", start, str(folder / "model"), "--json", str(figures)]
+        command = ["-m", "tools.evaluate", start, str(folder / "model"), *options, "--json", str(figures)]
         with open(out / f"seed-{seed}.md", "w") as tables:
-            subprocess.run(command, cwd=ROOT, check=True, stdout=tables)
+            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=tables)
     return json.loads(figures.read_text()), [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
 

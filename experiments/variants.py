@@ -1,35 +1,60 @@
 """The same budget with one thing changed: what each choice of the default run is worth.
 
-python -m experiments.variants OUT [--steps 60] [--seeds 1] [--only NAME ...]
+    python -m experiments.variants OUT [--steps 60] [--seeds 1] [--only NAME ...]
 
-Each variant is a run of ./train.sh in OUT/NAME-SEED; a run that is there is not made again. The table compares held-out
-skill after the run with that before it, over the seeds; OUT/variants.json has the figures.
+Each variant is a run of ./train.sh in OUT/NAME, compared with its start on 500 held-out positions by tools.evaluate;
+what is there is not made again. The table shows what changed, in percentage points; OUT/variants.json has the figures.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from experiments.seeds import train
+from experiments.seeds import run
 
-VARIANTS = {  # the learning rates are the best found for each
+VARIANTS = {
     "default": {},
+    # who is paid, and who learns
     "answer": {"CREDIT": "answer"},
-    "all-weights": {"TRAIN": "all", "LR": "2e-4"},
-    "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "2e-4"},
-    "groups-of-8": {"BATCH_POSITIONS": "16", "GROUP_SIZE": "8"},
+    "all-weights": {"TRAIN": "all", "LR": "1e-4"},
+    "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "1e-4"},
     "slow-gains": {"GAINS_LR_FACTOR": "1", "LAST_GAINS_LR_FACTOR": "1"},
+    # what holds it
     "no-price": {"ENTROPY_COEF": "0"},
-    "no-kl": {"KL_COEF": "0"},
+    "no-kl": {"KL_COEF": "0", "LAST_GAINS_LR_FACTOR": "24"},  # nothing would hold gains that learn faster
+    # the loss
+    "grpo": {"LOSS": "grpo"},
+    "dr-grpo": {"LOSS": "dr_grpo"},
+    "cispo": {"LOSS": "cispo"},
+    "gspo": {"LOSS": "gspo"},
+    "std": {"SCALE_REWARDS": "group"},
+    "epochs-2": {"EPOCHS": "2"},
+    "epochs-4": {"EPOCHS": "4"},
+    # what is sampled
+    "temperature-0.7": {"TEMPERATURE": "0.7"},
+    "temperature-1.3": {"TEMPERATURE": "1.3"},
+    "groups-of-2": {"BATCH_POSITIONS": "64", "GROUP_SIZE": "2"},
+    "groups-of-8": {"BATCH_POSITIONS": "16", "GROUP_SIZE": "8"},
+    "policy-only": {"MIX_ENV_RATIO": "0"},
+    "environment-only": {"MIX_ENV_RATIO": "1"},
 }
+SHARE = {"epochs-2": 0.65, "epochs-4": 0.4}  # of the steps, as more updates take longer: the budget is time
 ROWS = {
-    "legal move": "policy legal T=1",
-    "legal candidates": "policy candidates_legal T=1",
-    "policy reward": "policy reward T=1",
-    "next state": "environment next_state T=1",
-    "environment reward": "environment reward T=1",
-    "legal move, greedy": "policy legal T=0",
+    "legal move": ("T=1", "policy", "legal"),
+    "legal candidates": ("T=1", "policy", "candidates_legal"),
+    "policy reward": ("T=1", "policy", "worth"),
+    "next state": ("T=1", "environment", "next_state"),
+    "environment reward": ("T=1", "environment", "worth"),
+    "legal move, greedy": ("T=0", "policy", "legal"),
+    "next state, greedy": ("T=0", "environment", "next_state"),
 }
+SAMPLE = "--limit", "500", "--judged", "0", "--self-play", "0"
+
+
+def cell(changes):
+    """The mean change over the seeds, starred where it is more than noise in each of them."""
+    mean = sum(mean for mean, _, _ in changes) / len(changes)
+    return f"{100 * mean:+.1f}" + " *" * all(low > 0 or high < 0 for _, low, high in changes)
 
 
 def main():
@@ -41,18 +66,15 @@ def main():
     a = p.parse_args()
     found = {}
     for name in a.only:
-        for seed in range(a.seeds):
-            folder = a.out.resolve() / f"{name}-{seed}"
-            train(folder, seed, {"STEPS": str(a.steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "512", **VARIANTS[name]})
-            skill = json.loads((folder / "skill.json").read_text())
-            for row, key in ROWS.items():
-                (before, _), (after, half) = skill["before"][key], skill["after"][key]
-                found.setdefault(name, {}).setdefault(row, []).append((before, after, half))
-    (a.out / "variants.json").write_text(json.dumps({"steps": a.steps, "seeds": a.seeds, "found": found}, indent=2))
+        steps, folder = round(a.steps * SHARE.get(name, 1)), a.out.resolve() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {"STEPS": str(steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "8", **VARIANTS[name]}
+        change = [run(folder, seed, settings, *SAMPLE)[0]["difference"] for seed in range(a.seeds)]
+        found[name] = {row: [c[t][section][figure] for c in change] for row, (t, section, figure) in ROWS.items()}
+        (a.out / "variants.json").write_text(json.dumps({"steps": a.steps, "found": found}, indent=1) + "\n")
     print("| variant | " + " | ".join(ROWS) + " |\n| --- |" + " ---: |" * len(ROWS))
     for name, rows in found.items():
-        gains = [sum(after - before for before, after, _ in seeds) / len(seeds) for seeds in rows.values()]
-        print(f"| {name} | " + " | ".join(f"{gain:+.3f}" for gain in gains) + " |")
+        print(f"| {name} | " + " | ".join(map(cell, rows.values())) + " |")
 
 
 if __name__ == "__main__":

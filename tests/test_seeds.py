@@ -1,11 +1,13 @@
-"""experiments/seeds.py: its arithmetic, on figures made up for the purpose."""
+"""experiments/seeds.py and variants.py: their arithmetic, on figures made up for the purpose."""
 
 import json
 
 import numpy as np
 import pytest
 
-from experiments import seeds
+import train  # noqa: F401  it defines the settings
+from experiments import seeds, variants
+from settings import KNOWN, read
 
 
 def made_up(gain, sure):
@@ -46,3 +48,31 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
     assert "| policy legal | 60.0 | +10.0 | +110.0 |" in capsys.readouterr().out
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "seeds.json").read_text())["settings"] == {"LR": "1e-3"}
+
+
+def test_a_variant_is_compared_with_its_start(tmp_path, monkeypatch, capsys):
+    """Stars are for what is more than noise in every seed; a variant has its own settings and share of the steps."""
+    asked = []
+
+    def run(folder, seed, settings, *options):
+        asked.append((folder.name, seed, settings, options))
+        policy = dict.fromkeys(("legal", "candidates_legal", "worth"), [0.1 + 0.1 * seed, 0.05, 0.3])
+        environment = dict.fromkeys(("next_state", "worth"), [-0.02, [-0.05, -0.05][seed], [-0.01, 0.01][seed]])
+        return {"difference": dict.fromkeys(("T=0", "T=1"), {"policy": policy, "environment": environment})}, []
+
+    monkeypatch.setattr(variants, "run", run)
+    monkeypatch.setattr(
+        "sys.argv", ["variants", str(tmp_path), "--seeds", "2", "--steps", "40", "--only", "default", "epochs-4"]
+    )
+    variants.main()
+    assert "| epochs-4 | +15.0 * | +15.0 * | +15.0 * | -2.0 | -2.0 | +15.0 * | -2.0 |" in capsys.readouterr().out
+    assert [call[:2] for call in asked] == [("default", 0), ("default", 1), ("epochs-4", 0), ("epochs-4", 1)]
+    assert asked[0][2] == {"STEPS": "40", "EVAL_EVERY": "0", "EVAL_POSITIONS": "8"}
+    assert asked[2][2] == asked[0][2] | {"STEPS": "16", "EPOCHS": "4"}
+    assert set(json.loads((tmp_path / "variants.json").read_text())["found"]) == {"default", "epochs-4"}
+
+
+def test_every_variant_changes_settings_of_train():
+    for name, changes in variants.VARIANTS.items():
+        kinds = {setting: type(KNOWN[setting][0]) for setting in changes}  # KeyError: no such setting
+        assert all(read(setting, value, kinds[setting]) is not None for setting, value in changes.items()), name

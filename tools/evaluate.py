@@ -31,7 +31,7 @@ from tools.mates import find_mates, read_bigbench
 
 RESAMPLES = 2000
 
-# What is shown, and the part of a grade that it is (rewards.py says what each means).
+# What is shown, and the part of a grade that it is (rewards.py says what each means); `worth` is the reward itself.
 POLICY = "structure", "legal", "best", "top5", "candidates", "candidates_legal", "eval_mae"
 ENVIRONMENT = {
     "next_state": "next_state",
@@ -103,7 +103,8 @@ def turns_of(prompts):
 
 def policy(say, samples, mates, chess_format, engine, judged):
     texts, grades = say(samples, "policy")
-    columns = {name: column([g.parts.get(name) for g in grades]) for name in POLICY}
+    columns = {"worth": column([g.reward for g in grades])}
+    columns |= {name: column([g.parts.get(name) for g in grades]) for name in POLICY}
     turns = dict.fromkeys(columns, turns_of([sample.prompt for sample in samples]))
     if engine:
         rows = zip(samples[:judged], texts, tqdm(grades[:judged], desc="cp_loss", disable=None, leave=False))
@@ -136,7 +137,8 @@ def kinds(sample):
 
 def environment(say, samples):
     _, grades = say(samples, "environment")
-    columns = {"invalid": column([1 - g.parts["structure"] for g in grades])}
+    columns = {"worth": column([g.reward for g in grades])}
+    columns |= {"invalid": column([1 - g.parts["structure"] for g in grades])}
     columns |= {name: column([g.parts.get(part) for g in grades]) for name, part in ENVIRONMENT.items()}
     sections, asked = {"environment": columns}, [kinds(sample) for sample in samples]
     for kind in ("promotion", "castling", "en passant", "mate", "stalemate", "illegal"):
