@@ -38,7 +38,7 @@ from tools.report import write as write_report
 # fmt: off
 OVERFIT                 = setting("OVERFIT", False, "learn one batch of prompts again and again, with defaults of its own: can the loop learn at all?")
 if OVERFIT:  # many answers to few prompts, and nothing that holds the policy back
-    INSTEAD |= dict(STEPS=100, BATCH_POSITIONS=4, GROUP_SIZE=32, LR=1e-3, LR_SCHEDULE="constant", LAST_GAINS_LR_FACTOR=24.0, KL_COEF=0.0)
+    INSTEAD |= dict(STEPS=100, BATCH_POSITIONS=4, GROUP_SIZE=32, LR=1e-3, LR_SCHEDULE="constant", LAST_GAINS_LR_FACTOR=24.0, KL_COEF=0.0, TEMPERATURE=1.0)
 MODEL                   = setting("MODEL", "weights/tiny", "the model to train: a Hugging Face folder or a hub id")
 DATA                    = setting("DATA", "builtin", "where positions come from: builtin, a file (own lines, RookWorld's, FEN, EPD, PGN), or hub:...")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
@@ -50,7 +50,7 @@ COMPILE                 = setting("COMPILE", torch.cuda.is_available(), "torch.c
 STEPS                   = setting("STEPS", 100, "rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 32, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 4, "G, completions for each prompt", low=2)
-MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.25, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
+MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.3, "share of prompts that are environment tasks (A:); the rest is policy (P:)", low=0, high=1)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 65536 if torch.cuda.is_available() else 4096, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
 TRAIN                   = setting("TRAIN", "mlp", "which weights learn: those of the feed-forward layers and the norms' gains, or all", one_of=("mlp", "all"))
@@ -74,8 +74,8 @@ KL_WARMUP_FACTOR        = setting("KL_WARMUP_FACTOR", 0.0, "where that rise begi
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 REF_UPDATE_EVERY        = setting("REF_UPDATE_EVERY", 0, "steps after which the policy becomes the reference; 0 is never", low=0)
 REF_DEVICE              = setting("REF_DEVICE", DEVICE, "where the reference is kept")
-ENTROPY_COEF            = setting("ENTROPY_COEF", round(-0.7 * KL_COEF, 6) + 0.0, "weight of a bonus for entropy; below 0 it is a price, see docs/learning.md")
-TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
+ENTROPY_COEF            = setting("ENTROPY_COEF", round(-0.8 * KL_COEF, 6) + 0.0, "weight of a bonus for entropy; below 0 it is a price, see docs/learning.md")
+TEMPERATURE             = setting("TEMPERATURE", 1.2, "of sampling, and so of the distribution that is trained", low=1e-3)
 TOP_K                   = setting("TOP_K", 0, "sample from the k likeliest tokens; 0 is all", low=0)
 TOP_P                   = setting("TOP_P", 1.0, "sample from the smallest set of tokens that holds this probability", low=1e-6, high=1)
 MAX_NEW_TOKENS          = setting("MAX_NEW_TOKENS", 144, "limit of a policy completion", low=1)

@@ -42,7 +42,9 @@ def run(out, seed, settings, *options):
     train(folder, seed, settings)
     if not figures.exists():
         start = settings.get("MODEL", "weights/tiny")
-        command = ["-m", "tools.evaluate", start, str(folder / "model"), *options, "--json", str(figures)]
+        temperature = json.loads((folder / "settings.json").read_text())["TEMPERATURE"]  # what it was trained at
+        options = "--temperature", str(temperature), "--json", str(figures), *options
+        command = ["-m", "tools.evaluate", start, str(folder / "model"), *options]
         with open(out / f"seed-{seed}.md", "w") as tables:
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=tables)
     return json.loads(figures.read_text()), [json.loads(line) for line in open(folder / "metrics.jsonl")]

@@ -48,7 +48,7 @@ ROWS = {
     "legal move, greedy": ("T=0", "policy", "legal"),
     "next state, greedy": ("T=0", "environment", "next_state"),
 }
-SAMPLE = "--limit", "500", "--judged", "0", "--self-play", "0"
+SAMPLE = "--temperature", "1", "--limit", "500", "--judged", "0", "--self-play", "0"  # whatever it was trained with
 
 
 def cell(changes):

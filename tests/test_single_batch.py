@@ -285,10 +285,12 @@ def test_temperature_left_out_of_training(examine, monkeypatch, samples):
     said(examine("logprobs", samples=samples[-1:]), "logprobs", "Training leaves out TEMPERATURE=0.7")
 
 
-def test_temperature_left_out_of_sampling(examine, monkeypatch, sampled):
-    hand_over(monkeypatch, sampled, lambda batch: batch)
+def test_temperature_left_out_of_sampling(examine, start, monkeypatch, samples):
+    monkeypatch.setattr(train, "BATCH_POSITIONS", 1)
+    monkeypatch.setattr(train, "TEMPERATURE", 1.0)
+    hand_over(monkeypatch, train.rollout(start, samples[-1:], 0), lambda batch: batch)
     monkeypatch.setattr(train, "TEMPERATURE", 0.7)
-    said(examine("logprobs"), "logprobs", "Sampling leaves out TEMPERATURE=0.7")
+    said(examine("logprobs", samples=samples[-1:]), "logprobs", "Sampling leaves out TEMPERATURE=0.7")
 
 
 def test_another_reference_and_the_gradient_it_makes(examine, start, monkeypatch, sampled):
