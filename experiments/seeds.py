@@ -101,8 +101,9 @@ def main():
     out, settings = a.out.resolve(), dict(setting.split("=", 1) for setting in a.settings)
     out.mkdir(parents=True, exist_ok=True)
     results, runs = zip(*(run(out, seed, settings) for seed in range(a.seeds)))
-    found = summary(results)
-    (out / "seeds.json").write_text(json.dumps({"settings": settings, "found": found}, indent=1) + "\n")
+    found, made = summary(results), [json.loads((out / f"seed-{i}/run.json").read_text()) for i in range(a.seeds)]
+    made = [{name: about[name] for name in ("started", "commit", "machine", "versions")} for about in made]
+    (out / "seeds.json").write_text(json.dumps({"settings": settings, "runs": made, "found": found}, indent=1) + "\n")
     draw(runs, out / "seeds.png")
     for temperature, rows in found.items():
         print(f"{'greedy' if temperature == 'T=0' else temperature}\n\n{table(rows)}\n")

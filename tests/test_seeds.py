@@ -42,12 +42,15 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch, capsys):
         rows = [{"step": i + 1, "P/legal": 0.1 * i, "A/next_state": 0.5, "reward": seed} for i in range(12)]
         (tmp_path / f"seed-{seed}" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (tmp_path / f"seed-{seed}.json").write_text(json.dumps(made_up(0.1 + seed, True)))
+        about = {"command": "./train.sh", "started": f"day {seed}", "commit": "c", "machine": "m", "versions": {}}
+        (tmp_path / f"seed-{seed}" / "run.json").write_text(json.dumps(about))
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", "LR=1e-3"])
     monkeypatch.setattr(seeds.subprocess, "run", None)
     seeds.main()
     assert "| policy legal | 60.0 | +10.0 | +110.0 |" in capsys.readouterr().out
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "seeds.json").read_text())["settings"] == {"LR": "1e-3"}
+    kept = json.loads((tmp_path / "seeds.json").read_text())
+    assert kept["settings"] == {"LR": "1e-3"} and [run["started"] for run in kept["runs"]] == ["day 0", "day 1"]
 
 
 def test_a_variant_is_compared_with_its_start(tmp_path, monkeypatch, capsys):
