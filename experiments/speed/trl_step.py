@@ -71,8 +71,8 @@ def trainer(w, folder, samples, init, options, callback):
     config = GRPOConfig(
         output_dir=f"{folder}/out", use_cpu=train.DEVICE == "cpu", seed=0, model_init_kwargs=dict(init),
         per_device_train_batch_size=w.prompts * w.group // options["gradient_accumulation_steps"],
-        num_generations=w.group, max_completion_length=w.new, max_steps=callback.steps, beta=w.kl,
-        loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
+        num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=callback.steps,
+        beta=w.kl, loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
         epsilon_high=train.CLIP_RANGE_HIGH, learning_rate=train.LR, lr_scheduler_type="constant", adam_beta2=0.95,
         max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
         disable_tqdm=True, **options,
