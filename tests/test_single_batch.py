@@ -252,12 +252,12 @@ def test_a_grader_that_caps(examine, monkeypatch):
 
     def capped(*args, **kwargs):
         g = grade(*args, **kwargs)
-        return g._replace(reward=min(g.reward, 0.1))
+        return g._replace(reward=min(g.reward, 0.2))
 
     monkeypatch.setattr(skill, "grade", capped)
     stations = examine("rewards")
-    said(stations, "rewards", "0.1", "by a factor, not by a cap")
-    assert stations["rewards"].figures["max"] == pytest.approx(0.1)
+    said(stations, "rewards", "0.2", "by a factor, not by a cap")
+    assert stations["rewards"].figures["max"] == pytest.approx(0.2)
 
 
 # KL explosion: dropout, the temperature of one side, another reference
