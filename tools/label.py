@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import time
 import threading
 import zlib
 from concurrent.futures import ProcessPoolExecutor
@@ -239,11 +240,13 @@ def main():
     args = parser.parse_args()
     again = f"the same command goes on from {args.out}.partial"
     try:
-        describe(args.out) if args.describe else run(args)
+        try:
+            describe(args.out) if args.describe else run(args)
+        except BrokenProcessPool:
+            time.sleep(0.1)  # Ctrl-C ends the workers too, perhaps before it is heard here
+            sys.exit(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
     except KeyboardInterrupt:
         sys.exit(f"Stopped; {again}.")
-    except BrokenProcessPool:
-        sys.exit(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
     except EngineError as error:
         sys.exit(f"Stockfish ({find_stockfish()}) {error}.")
     except data.DataError as error:
