@@ -16,8 +16,8 @@ import os
 import random
 import signal
 import sys
-import time
 import threading
+import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
