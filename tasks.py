@@ -120,7 +120,7 @@ def game_end(board, move):
     return outcome and outcome.termination
 
 
-def environment_move(board, rng, best=None, illegal=1 / 4):
+def environment_move(board, rng, illegal, best=None):
     """A move to ask the environment about: a share of illegal ones, and rare kinds more often than games have them."""
     legal = list(board.legal_moves)
     if not legal or rng.random() < illegal:
@@ -163,10 +163,10 @@ def environment_sample(position, rng, chess_format, illegal=1 / 4):
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
-    move = move or environment_move(board, rng, position.moves and position.moves[0][0], illegal)
+    move = move or environment_move(board, rng, illegal, position.moves and position.moves[0][0])
     labels = transition(fen, move)
     while held_out(labels[0]) and not held_out(fen):
-        move = environment_move(board, rng, illegal=illegal)
+        move = environment_move(board, rng, illegal)
         labels = transition(fen, move)
     history = (*position.history, move)[-10:]
     return Sample(environment_prompt(fen, move, history, chess_format), labels)

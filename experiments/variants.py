@@ -14,7 +14,7 @@ from experiments.seeds import run
 
 VARIANTS = {
     "default": {},
-    # who is paid, and who learns
+    # who is paid, and who learns; all weights want a smaller rate, and this one is a guess
     "answer": {"CREDIT": "answer"},
     "all-weights": {"TRAIN": "all", "LR": "1e-4"},
     "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "1e-4"},

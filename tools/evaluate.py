@@ -138,7 +138,7 @@ def kinds(sample):
 def environment(say, samples):
     _, grades = say(samples, "environment")
     columns = {"worth": column([g.reward for g in grades])}
-    columns |= {"invalid": column([1 - g.parts["structure"] for g in grades])}
+    columns["invalid"] = column([1 - g.parts["structure"] for g in grades])
     columns |= {name: column([g.parts.get(part) for g in grades]) for name, part in ENVIRONMENT.items()}
     sections, asked = {"environment": columns}, [kinds(sample) for sample in samples]
     for kind in ("promotion", "castling", "en passant", "mate", "stalemate", "illegal"):
