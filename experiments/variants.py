@@ -1,6 +1,6 @@
 """The same budget with one thing changed: what each choice of the default run is worth.
 
-    python -m experiments.variants OUT [--steps 60] [--seeds 1] [--only NAME ...]
+    python -m experiments.variants OUT [--steps 40] [--seeds 1] [--only NAME ...]
 
 Each variant is a run of ./train.sh in OUT/NAME, compared with its start on 500 held-out positions by tools.evaluate;
 what is there is not made again. The table shows what changed, in percentage points; OUT/variants.json has the figures.
@@ -32,7 +32,7 @@ VARIANTS = {
     "epochs-4": {"EPOCHS": "4"},
     # what is sampled
     "temperature-0.7": {"TEMPERATURE": "0.7"},
-    "temperature-1.3": {"TEMPERATURE": "1.3"},
+    "temperature-1": {"TEMPERATURE": "1"},
     "groups-of-2": {"BATCH_POSITIONS": "64", "GROUP_SIZE": "2"},
     "groups-of-8": {"BATCH_POSITIONS": "16", "GROUP_SIZE": "8"},
     "policy-only": {"MIX_ENV_RATIO": "0"},
@@ -60,7 +60,7 @@ def cell(changes):
 def main():
     p = argparse.ArgumentParser("python -m experiments.variants", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path)
-    p.add_argument("--steps", type=int, default=60)
+    p.add_argument("--steps", type=int, default=40)
     p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     a = p.parse_args()

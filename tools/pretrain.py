@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 
 import chess
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -104,7 +105,10 @@ def rare_kinds(positions):
 
 
 def make_batch(step, progress):
-    """One step's tokens: for each task inputs and targets (R, S); targets are -1 outside the completions."""
+    """One step's tokens: for each task inputs and targets (R, S); targets are -1 outside the completions.
+
+    Arrays, as a tensor comes from another process as an open file, which is fetched by a thread that may outlive us.
+    """
     rng = random.Random(f"{args.seed}/{step}")
     legal = round(args.rows * (0.68 - 0.56 * min(1, progress / 0.7)))
     environment = round((args.rows - legal) * 0.4)
@@ -129,11 +133,11 @@ def tokenize(texts):
     completions = [tokenizer.encode(completion) + [tokenizer.eos] for _, completion in texts]
     longest = max(len(p) + len(c) for p, c in zip(prompts, completions)) - 1
     S = min(config.n_positions, -(-longest // BUCKET) * BUCKET)
-    inputs, targets = torch.zeros(len(texts), S, dtype=torch.long), torch.full((len(texts), S), -1)
+    inputs, targets = np.zeros((len(texts), S), dtype=np.int64), np.full((len(texts), S), -1)
     for i, (p, c) in enumerate(zip(prompts, completions)):
         ids = (p + c)[: S + 1]
-        inputs[i, : len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[i, len(p) - 1 : len(ids) - 1] = torch.tensor(ids[len(p) :])
+        inputs[i, : len(ids) - 1] = ids[:-1]
+        targets[i, len(p) - 1 : len(ids) - 1] = ids[len(p) :]
     return inputs, targets
 
 
@@ -263,7 +267,7 @@ def main():
         targets_in_step = sum(int((targets >= 0).sum()) for _, targets in batch)
         losses = []
         for inputs, targets in batch:
-            inputs, targets = inputs.to(args.device), targets.to(args.device)
+            inputs, targets = (torch.from_numpy(x).to(args.device) for x in (inputs, targets))
             kept = targets >= 0
             logits = model.head(trunk(inputs)[0][kept])  # no logits where no loss is
             loss = F.cross_entropy(logits.float(), targets[kept], reduction="sum")
@@ -288,6 +292,9 @@ def main():
             report(model, tests, dtype, out, step, elapsed)
             last = time.time()  # skill is not training time
     bar.close()
+    if pool:  # what is pending is made and forgotten: to end processes in the middle of it may hang or crash
+        pool.close()
+        pool.join()
     save()
     if stop:
         sys.exit(f"stopped at step {step}; the same command goes on from there.")
