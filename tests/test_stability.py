@@ -29,7 +29,7 @@ SMALL |= dict(MAX_NEW_TOKENS=100, MAX_NEW_TOKENS_ENV=100, DTYPE="float32", WARMU
 DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28, max_completion_tokens=144)  # as in train.py
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def few_positions():
     """Of the embedded positions, which take seconds to read, a thousand."""
     load, few = data.load, data.load("builtin")[:1000]

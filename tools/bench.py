@@ -9,7 +9,6 @@ phase, `growth` what more completions, prompts and tokens cost. What the limit c
 import argparse
 import copy
 import json
-import os
 import random
 import shlex
 import sys
@@ -32,7 +31,7 @@ from machine import fastest_dtype, prepare
 from model import GPT, GPTConfig
 from monitor import describe, peak_memory
 from tokenizer import Tokenizer
-from tools import limits, peers
+from tools import limits, peers, replace
 
 CUDA = train.DEVICE == "cuda"
 DTYPES = {"bfloat16": torch.bfloat16} if CUDA else {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -336,8 +335,7 @@ def main():
     if a.what in ("all", "growth"):
         result["growth"] = growth(found, a.runs)
     if a.json:
-        Path(f"{a.json}.tmp").write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(f"{a.json}.tmp", a.json)
+        replace(a.json, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import matplotlib
 matplotlib.use("Agg")  # a file, no window
 import matplotlib.pyplot as plt
 
+from tools.plots import points_of, smooth
+
 PANELS = (
     ("reward", ("reward", "P/legal", "P/best", "A/next_state")),
     ("KL per token to the reference", ("kl",)),
@@ -24,13 +26,10 @@ def plot(folder):
     figure, axes = plt.subplots(2, 3, figsize=(14, 7), constrained_layout=True)
     for axis, (title, names) in zip(axes.flat, PANELS):
         for name in names:
-            points = [(row["step"], row[name]) for row in rows if name in row]
+            points = points_of(rows, name)
             if points:
-                smooth = min(10, len(points))
-                steps, values = zip(*points)
-                means = [sum(values[max(0, i - smooth + 1) : i + 1]) / min(i + 1, smooth) for i in range(len(values))]
-                (line,) = axis.plot(steps, means, label=name)
-                axis.plot(steps, values, color=line.get_color(), alpha=0.2, linewidth=0.7)
+                (line,) = axis.plot(*zip(*smooth(points)), label=name)
+                axis.plot(*zip(*points), color=line.get_color(), alpha=0.2, linewidth=0.7)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

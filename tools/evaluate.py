@@ -7,7 +7,6 @@ A column of figures is an array (n, 2): for each prompt or game a value and its 
 
 import argparse
 import json
-import os
 import random
 import sys
 from functools import lru_cache, partial
@@ -26,7 +25,7 @@ from model import GPT
 from rewards import distance, read_policy
 from skill import answers, ask, interval
 from tokenizer import LoadError
-from tools import games
+from tools import games, replace
 from tools.mates import find_mates, read_bigbench
 
 RESAMPLES = 2000
@@ -322,12 +321,6 @@ def main():
     if a.json:
         result = {"settings": vars(a), "models": dict(zip(a.model, skills)), "difference": change}
         replace(a.json, json.dumps(result, indent=2) + "\n")
-
-
-def replace(path, text):
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

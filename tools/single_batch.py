@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 import math
-import os
 import sys
 import textwrap
 from collections import defaultdict
@@ -30,6 +29,7 @@ from rollout import distribution
 from settings import finish, values
 from skill import NAMES, interval, mean_parts
 from tokenizer import LoadError
+from tools import replace
 
 
 class Station(NamedTuple):
@@ -334,8 +334,7 @@ def main():
     print(f"\nwrong: {', '.join(wrong)}" if wrong else f"\nall {len(stations)} stations are ok")
     if a.json:
         result = {"settings": values(), "stations": [look._asdict() for look in stations]}
-        Path(f"{a.json}.tmp").write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(f"{a.json}.tmp", a.json)
+        replace(a.json, json.dumps(result, indent=2) + "\n")
     sys.exit(bool(wrong))
 
 

@@ -9,7 +9,6 @@ followed by one of ours in each dtype, and a ratio is the median of such pairs. 
 import argparse
 import json
 import logging
-import os
 import sys
 import tempfile
 import warnings
@@ -27,7 +26,7 @@ import rewards
 import train
 from machine import prepare
 from monitor import describe
-from tools import bench
+from tools import bench, replace
 
 FUSED = {"activation_function": "gelu_pytorch_tanh"}  # GPT-2's gelu_new is written out as many small operations
 SETTINGS = {  # model_init_kwargs, and what GRPOConfig gets beyond what the work itself asks for
@@ -83,6 +82,7 @@ def trainer(w, folder, samples, init, options, callback):
     result.remove_callback(PrinterCallback)
     result.model.generation_config.eos_token_id = None  # nothing ends early
     result.generation_config.eos_token_id = None
+    result.generation_kwargs["eos_token_id"] = None  # TRL lays these over the model's own while it samples
     result.eos_token_ids = [-1]
     return result
 
@@ -136,8 +136,7 @@ def main():
     result["best"] = fastest
     print(f"TRL's best setting: {fastest}")
     if a.json:
-        Path(f"{a.json}.tmp").write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(f"{a.json}.tmp", a.json)
+        replace(a.json, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
