@@ -50,6 +50,12 @@ def run(out, seed, settings, *options):
     return json.loads(figures.read_text()), [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
 
+def about(out, seed):
+    """Where a run was made, and from what."""
+    known = json.loads((out / f"seed-{seed}" / "run.json").read_text())
+    return {name: known[name] for name in ("started", "commit", "machine", "versions")}
+
+
 def summary(results):
     """{temperature: {"section name": (before, gain of each seed, mean gain, half-width, seeds beyond noise)}}."""
     found = {}
@@ -101,8 +107,7 @@ def main():
     out, settings = a.out.resolve(), dict(setting.split("=", 1) for setting in a.settings)
     out.mkdir(parents=True, exist_ok=True)
     results, runs = zip(*(run(out, seed, settings) for seed in range(a.seeds)))
-    found, made = summary(results), [json.loads((out / f"seed-{i}/run.json").read_text()) for i in range(a.seeds)]
-    made = [{name: about[name] for name in ("started", "commit", "machine", "versions")} for about in made]
+    found, made = summary(results), [about(out, seed) for seed in range(a.seeds)]
     (out / "seeds.json").write_text(json.dumps({"settings": settings, "runs": made, "found": found}, indent=1) + "\n")
     draw(runs, out / "seeds.png")
     for temperature, rows in found.items():

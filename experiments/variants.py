@@ -3,14 +3,17 @@
     python -m experiments.variants OUT [--steps 40] [--seeds 1] [--only NAME ...]
 
 Each variant is a run of ./train.sh in OUT/NAME, compared with its start on 500 held-out positions by tools.evaluate;
-what is there is not made again. The table shows what changed, in percentage points; OUT/variants.json has the figures.
+what is there is not made again. The table shows what changed, in percentage points; OUT/variants.json has the figures,
+OUT/variants.png those of DRAWN.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from experiments.seeds import run
+import matplotlib.pyplot as plt
+
+from experiments.seeds import about, run
 
 VARIANTS = {
     "default": {},
@@ -48,6 +51,7 @@ ROWS = {
     "legal move, greedy": ("T=0", "policy", "legal"),
     "next state, greedy": ("T=0", "environment", "next_state"),
 }
+DRAWN = "legal move", "next state", "legal move, greedy", "next state, greedy"
 SAMPLE = "--temperature", "1", "--limit", "500", "--judged", "0", "--self-play", "0"  # whatever it was trained with
 
 
@@ -57,6 +61,22 @@ def cell(changes):
     return f"{100 * mean:+.1f}" + " *" * all(low > 0 or high < 0 for _, low, high in changes)
 
 
+def draw(found, path):
+    """A dot and its 95 % interval, in points, for each seed of each variant."""
+    figure, axes = plt.subplots(1, len(DRAWN), figsize=(13, 1 + len(found) / 4), sharey=True, constrained_layout=True)
+    for axis, row in zip(axes, DRAWN):
+        for place, rows in enumerate(found.values()):
+            for mean, low, high in rows[row]:
+                axis.plot([100 * low, 100 * high], [place, place], color="C0")
+                axis.plot(100 * mean, place, "o", color="C0")
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set(title=row, xlabel="change, points")
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks(range(len(found)), found)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
 def main():
     p = argparse.ArgumentParser("python -m experiments.variants", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path)
@@ -64,14 +84,16 @@ def main():
     p.add_argument("--seeds", type=int, default=1)
     p.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     a = p.parse_args()
-    found = {}
+    found, made = {}, {}
     for name in a.only:
         steps, folder = round(a.steps * SHARE.get(name, 1)), a.out.resolve() / name
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"STEPS": str(steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "8", **VARIANTS[name]}
         change = [run(folder, seed, settings, *SAMPLE)[0]["difference"] for seed in range(a.seeds)]
         found[name] = {row: [c[t][section][figure] for c in change] for row, (t, section, figure) in ROWS.items()}
-        (a.out / "variants.json").write_text(json.dumps({"steps": a.steps, "found": found}, indent=1) + "\n")
+        made[name] = {"settings": settings, "runs": [about(folder, seed) for seed in range(a.seeds)]}
+        (a.out / "variants.json").write_text(json.dumps({"made": made, "found": found}, indent=1) + "\n")
+    draw(found, a.out / "variants.png")
     print("| variant | " + " | ".join(ROWS) + " |\n| --- |" + " ---: |" * len(ROWS))
     for name, rows in found.items():
         print(f"| {name} | " + " | ".join(map(cell, rows.values())) + " |")

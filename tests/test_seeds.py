@@ -59,6 +59,9 @@ def test_a_variant_is_compared_with_its_start(tmp_path, monkeypatch, capsys):
 
     def run(folder, seed, settings, *options):
         asked.append((folder.name, seed, settings, options))
+        (folder / f"seed-{seed}").mkdir()
+        about = {"started": f"day {seed}", "commit": "c", "machine": "m", "versions": {}}
+        (folder / f"seed-{seed}" / "run.json").write_text(json.dumps(about))
         policy = dict.fromkeys(("legal", "candidates_legal", "worth"), [0.1 + 0.1 * seed, 0.05, 0.3])
         environment = dict.fromkeys(("next_state", "worth"), [-0.02, [-0.05, -0.05][seed], [-0.01, 0.01][seed]])
         return {"difference": dict.fromkeys(("T=0", "T=1"), {"policy": policy, "environment": environment})}, []
@@ -72,7 +75,10 @@ def test_a_variant_is_compared_with_its_start(tmp_path, monkeypatch, capsys):
     assert [call[:2] for call in asked] == [("default", 0), ("default", 1), ("epochs-4", 0), ("epochs-4", 1)]
     assert asked[0][2] == {"STEPS": "40", "EVAL_EVERY": "0", "EVAL_POSITIONS": "8"}
     assert asked[2][2] == asked[0][2] | {"STEPS": "16", "EPOCHS": "4"}
-    assert set(json.loads((tmp_path / "variants.json").read_text())["found"]) == {"default", "epochs-4"}
+    kept = json.loads((tmp_path / "variants.json").read_text())
+    assert set(kept["found"]) == {"default", "epochs-4"} and kept["made"]["epochs-4"]["settings"] == asked[2][2]
+    assert [run["started"] for run in kept["made"]["default"]["runs"]] == ["day 0", "day 1"]
+    assert (tmp_path / "variants.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_variant_changes_settings_of_train():
