@@ -2,8 +2,8 @@
 
 python -m experiments.noise [--batches 10] [--json FILE]        (settings of train.py as NAME=value after them)
 
-For each part of the model, and for CREDIT=answer and CREDIT=word on the same completions: its share of the squared
-gradient norm, and the agreement, the mean cosine between the gradients of different batches after each weight is
+For each part of the model its share of the squared gradient norm (with CREDIT=word) and, for each kind of CREDIT on the
+same completions, the agreement: the mean cosine between the gradients of different batches, after each weight is
 divided by its own root mean square, as AdamW does. Agreement a means that a batch 1 / a times as large is half signal.
 """
 
@@ -17,6 +17,7 @@ from tqdm import trange
 import data
 import train
 
+KINDS = "answer", "word", "square"
 PARTS = {"embeddings": "w", "attention": ".attn.", "feed-forward": ".mlp.", "norms": "ln_"}
 
 
@@ -49,23 +50,23 @@ def main():
     positions = data.split(data.load(train.DATA))[0]
     found = {}  # (credit, name of a weight) -> its gradient in each batch
     for step in trange(a.batches, desc="batches"):
-        for train.CREDIT in ("answer", "word"):
+        for train.CREDIT in KINDS:
             batches, _ = train.rollout(model, train.draw_prompts(positions, step, model.config.chess_format), step)
             for name, g in gradient(model, batches).items():
                 found.setdefault((train.CREDIT, name), []).append(g.flatten().to(torch.bfloat16))
     rows = []
-    print(f"{'':14}{'weights':>10}{'share of |g|²':>15}{'agreement, answer':>19}{'word':>8}")
+    print(f"{'':14}{'weights':>10}{'share of |g|²':>15}   agreement by" + "".join(f"{kind:>9}" for kind in KINDS))
     for part, mark in PARTS.items():
         names = [n for n, _ in model.named_parameters() if (mark in n if mark != "w" else n.startswith("w"))]
         row = {"part": part, "weights": sum(model.get_parameter(n).numel() for n in names)}
-        for credit in ("answer", "word"):
+        for credit in KINDS:
             stacks = {n: torch.stack(found[credit, n]).float() for n, _ in model.named_parameters()}
             mine = torch.cat([stacks[n] for n in names], 1)
             row[f"share {credit}"] = (mine.square().sum() / sum(s.square().sum() for s in stacks.values())).item()
             row[f"agreement {credit}"] = agreement(mine)
         rows.append(row)
-        agreements = f"{row['agreement answer']:19.4f}{row['agreement word']:8.4f}"
-        print(f"{part:14}{row['weights']:10}{row['share word']:15.1%}{agreements}")
+        agreements = "".join(f"{row[f'agreement {kind}']:9.4f}" for kind in KINDS)
+        print(f"{part:14}{row['weights']:10}{row['share word']:15.1%}{'':15}{agreements}")
     if a.json:
         with open(a.json, "w") as file:
             json.dump({"settings": train.values() | {"batches": a.batches}, "rows": rows}, file, indent=2)
