@@ -153,18 +153,6 @@ def knowledge(prompt, labels):
     return legal, {uci: cp / 100 for uci, cp in sorted(labels or (), key=lambda move: -move[1])[:5] if uci in legal}
 
 
-def choice(move, moves, legal, five):
-    """The shares that a best move earns."""
-    known, top = move in five, max(five.values(), default=0)
-    return {
-        "listed": move in moves,
-        "legal": move in legal,
-        "top5": known,
-        "loss": 1 / (1 + distance(top, five[move])) if known else 0,
-        "best": known and five[move] == top,  # one of two mates in one is as good as the other
-    }
-
-
 def policy(prompt, completion, labels):
     legal, five = knowledge(prompt, labels)
     names = "structure", "parse", "legal", "candidates_legal", *(("top5", "best", "candidates") if five else ())
@@ -177,6 +165,7 @@ def policy(prompt, completion, labels):
     moves, numbers, best, rest = answer
     metrics["parse"] = shares["parse"] = 1
     shares["clean"] = not rest
+    shares["listed"] = best in moves
 
     # Each place in the list is worth the same, and a longer list makes each worth less: more moves are no better net.
     wanted = min(5, len(legal))
@@ -194,13 +183,15 @@ def policy(prompt, completion, labels):
     if errors:
         metrics["eval_mae"] = sum(errors.values()) / len(errors)
 
-    shares |= choice(best, moves, legal, five)
-    metrics["legal"] = shares["legal"]
+    metrics["legal"] = shares["legal"] = best in legal
     if five:
         metrics["candidates"] = len(errors) / len(five)
     if best in five:
-        metrics["top5"], metrics["best"] = shares["top5"], shares["best"]
-        metrics["cp_loss"] = distance(max(five.values()), five[best])
+        top = max(five.values())
+        metrics["cp_loss"] = distance(top, five[best])
+        metrics["top5"] = shares["top5"] = 1
+        metrics["best"] = shares["best"] = five[best] == top  # one of two mates in one is as good as the other
+        shares["loss"] = 1 / (1 + metrics["cp_loss"])
     return metrics, shares
 
 

@@ -62,7 +62,7 @@ WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learn
 WEIGHT_DECAY            = setting("WEIGHT_DECAY", 0.0, "of AdamW, on matrices only", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
-CREDIT                  = setting("CREDIT", "word", "what a token is paid for: its word, its square, or the whole answer as in plain GRPO; see credit.py", one_of=("word", "square", "answer"))
+CREDIT                  = setting("CREDIT", "word", "what a token is paid for: its word, or the whole answer as in plain GRPO; see credit.py", one_of=("word", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by a standard deviation, see grpo.advantages", one_of=("none", "group", "batch"))
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)

@@ -18,8 +18,8 @@ from experiments.seeds import about, run
 VARIANTS = {
     "default": {},
     # who is paid, and who learns; all weights want a smaller rate, and this one is a guess
-    "square": {"CREDIT": "square"},
     "answer": {"CREDIT": "answer"},
+    "all-weights": {"TRAIN": "all", "LR": "1e-4"},
     "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "1e-4"},
     "slow-gains": {"GAINS_LR_FACTOR": "1", "LAST_GAINS_LR_FACTOR": "1"},
     # what holds it

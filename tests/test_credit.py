@@ -1,6 +1,5 @@
 """credit.py: each token is paid for its own word, and all words together make the reward."""
 
-import math
 import random
 import re
 
@@ -12,7 +11,7 @@ import data
 import grpo
 import tasks
 import train
-from credit import ENVIRONMENT, PLACES, SQUARES, WHOLE, credit, environment_words, policy_words
+from credit import ENVIRONMENT, PLACES, WHOLE, credit, environment_words, policy_words
 from model import GPT
 from rewards import POLICY, grade
 from tokenizer import Tokenizer
@@ -41,26 +40,6 @@ def test_what_each_word_is_worth(chess_format):
     assert 0.5 < worth["M5"] < 1 and worth["M2"] == worth["M4"] < 0
     assert worth["E3"] == pytest.approx(1 / 2)  # one pawn off
     assert 0.5 < worth["B"] < 1
-
-
-def test_what_each_square_of_a_move_is_worth():
-    """The square a move leaves is worth the best move from there; where it goes is judged only if there is one."""
-    prompt = tasks.policy_prompt(FEN, "expanded")
-    words = {name: worth for _, _, name, worth in policy_words(prompt, SAID, FIVE)}
-    said = {name: (SAID[a:b].strip(" "), worth) for a, b, name, worth in policy_words(prompt, SAID, FIVE, "square")}
-    text, worth = ({name: pair[i] for name, pair in said.items()} for i in range(2))
-    assert [text[f"{name} from"] + text[name] for name in ("M1", "M2", "M3", "M4", "M5", "B")] == [
-        *SAID.split()[1:6],
-        "d7d6",
-    ]
-    assert worth["M1 from"] == worth["M1"] == worth["E1"] == 1
-    assert worth["M2 from"] == words["M2"] < 0 and math.isnan(worth["M2"])  # White's rook
-    assert worth["M4"] == words["M4"] < 0 < worth["M4 from"] < 1  # the knight has other moves, none of the five
-    assert 0 < worth["B"] == words["B"] == worth["B from"] < 1  # the other move from d7 is worth less
-    assert math.isnan(worth["E2"]) and math.isnan(worth["E5"])  # nobody knows what they should say
-    best = SAID.replace("B: d7d6", "B: g8e7")
-    worth = {name: worth for _, _, name, worth in policy_words(prompt, best, FIVE, "square")}
-    assert worth["B from"] == 1 > worth["B"]  # the best move leaves from there
 
 
 def test_all_together_they_are_the_reward():
@@ -97,23 +76,6 @@ def test_each_word_of_a_board_stands_for_itself(chess_format):
         assert [name for name, worth in said.items() if worth == 0] == [ENVIRONMENT[i]]
     for broken in ("", right.split("/", 1)[1], right.replace("/", "", 1), right + "+0", right.replace("+", " ")):
         assert not list(environment_words(prompt, broken, labels))
-
-
-def test_each_square_of_a_board_stands_for_itself():
-    labels = tasks.transition(FEN, "g8f6")
-    prompt = tasks.environment_prompt(FEN, "g8f6", ["g8f6"], "expanded")
-    right = tasks.environment_completion(*labels, "expanded")
-    names = [name for *_, name, worth in environment_words(prompt, right, labels, "square") if worth == 1]
-    assert names == [*SQUARES, *ENVIRONMENT[8:]]
-    for i, square in enumerate(SQUARES):
-        place = i + i // 8
-        said = right[:place] + "?" + right[place + 1 :]
-        assert [name for *_, name, worth in environment_words(prompt, said, labels, "square") if worth == 0] == [square]
-    covered = [i for a, b, *_ in environment_words(prompt, right, labels, "square") for i in range(a, b)]
-    assert covered == list(range(len(right)))
-    written = tasks.environment_completion(*labels, "rookworld")  # more than one empty square is a digit: one word
-    said = {name: worth for *_, name, worth in environment_words(prompt, written, labels, "square")}
-    assert {"rank 8 a", "rank 7 e", "rank 6", "rank 5"} < said.keys() and set(said.values()) == {1.0}
 
 
 @pytest.mark.parametrize("tokens", TOKENIZERS)
