@@ -17,7 +17,7 @@ from tqdm import trange
 import data
 import train
 
-KINDS = "answer", "word", "square"
+KINDS = "answer", "word"
 PARTS = {"embeddings": "w", "attention": ".attn.", "feed-forward": ".mlp.", "norms": "ln_"}
 
 
