@@ -17,11 +17,8 @@ from experiments.seeds import about, run
 
 VARIANTS = {
     "default": {},
-    # who is paid, and who learns; all weights want a smaller rate, and this one is a guess
-    "answer": {"CREDIT": "answer"},
-    "all-weights": {"TRAIN": "all", "LR": "1e-4"},
+    # an answer is paid as a whole, and all weights learn; they want a smaller rate, and this one is a guess
     "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "1e-4"},
-    "slow-gains": {"GAINS_LR_FACTOR": "1", "LAST_GAINS_LR_FACTOR": "1"},
     # what holds it
     "no-price": {"ENTROPY_COEF": "0"},
     "no-kl": {"KL_COEF": "0", "LAST_GAINS_LR_FACTOR": "24"},  # nothing would hold gains that learn faster
