@@ -47,6 +47,9 @@ class Pairs(TrainerCallback):
     def __init__(self, run, steps):
         self.run, self.steps, self.seconds = run, steps, []
 
+    def on_train_begin(self, *args, model, **kwargs):
+        model.generation_config.eos_token_id = None  # the trainer has just taken it from the tokenizer
+
     def on_step_begin(self, *args, **kwargs):
         self.start = bench.clock()
 
@@ -80,9 +83,7 @@ def trainer(w, folder, samples, init, options, callback):
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
     result = GRPOTrainer(f"{folder}/model", reward, config, dataset, processing_class=tokenizer, callbacks=[callback])
     result.remove_callback(PrinterCallback)
-    result.model.generation_config.eos_token_id = None  # nothing ends early
-    result.generation_config.eos_token_id = None
-    result.generation_kwargs["eos_token_id"] = None  # TRL lays these over the model's own while it samples
+    result.generation_config.eos_token_id = result.generation_kwargs["eos_token_id"] = None  # nothing ends early
     result.eos_token_ids = [-1]
     return result
 
