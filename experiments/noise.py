@@ -16,6 +16,7 @@ from tqdm import trange
 
 import data
 import train
+from tools import replace
 
 KINDS = "answer", "word"
 PARTS = {"embeddings": "w", "attention": ".attn.", "feed-forward": ".mlp.", "norms": "ln_"}
@@ -68,8 +69,8 @@ def main():
         agreements = "".join(f"{row[f'agreement {kind}']:9.4f}" for kind in KINDS)
         print(f"{part:14}{row['weights']:10}{row['share word']:15.1%}{'':15}{agreements}")
     if a.json:
-        with open(a.json, "w") as file:
-            json.dump({"settings": train.values() | {"batches": a.batches}, "rows": rows}, file, indent=2)
+        settings = train.values() | {"batches": a.batches}
+        replace(a.json, json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

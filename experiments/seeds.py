@@ -20,6 +20,7 @@ import matplotlib
 matplotlib.use("Agg")  # a file, no window
 import matplotlib.pyplot as plt
 
+from tools import replace
 from tools.evaluate import PLAIN
 from tools.plots import points_of, smooth
 
@@ -108,7 +109,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     results, runs = zip(*(run(out, seed, settings) for seed in range(a.seeds)))
     found, made = summary(results), [about(out, seed) for seed in range(a.seeds)]
-    (out / "seeds.json").write_text(json.dumps({"settings": settings, "runs": made, "found": found}, indent=1) + "\n")
+    replace(out / "seeds.json", json.dumps({"settings": settings, "runs": made, "found": found}, indent=1) + "\n")
     draw(runs, out / "seeds.png")
     for temperature, rows in found.items():
         print(f"{'greedy' if temperature == 'T=0' else temperature}\n\n{table(rows)}\n")

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from experiments.seeds import about, run
+from tools import replace
 
 VARIANTS = {
     "default": {},
@@ -47,6 +48,8 @@ ROWS = {
     "environment reward": ("T=1", "environment", "worth"),
     "legal move, greedy": ("T=0", "policy", "legal"),
     "next state, greedy": ("T=0", "environment", "next_state"),
+    "the same, illegal moves": ("T=0", "environment illegal", "next_state"),
+    "error of evaluations, greedy (centipawns)": ("T=0", "policy", "eval_mae"),
 }
 DRAWN = "legal move", "next state", "legal move, greedy", "next state, greedy"
 SAMPLE = "--temperature", "1", "--limit", "500", "--judged", "0", "--self-play", "0"  # whatever it was trained with
@@ -89,7 +92,7 @@ def main():
         change = [run(folder, seed, settings, *SAMPLE)[0]["difference"] for seed in range(a.seeds)]
         found[name] = {row: [c[t][section][figure] for c in change] for row, (t, section, figure) in ROWS.items()}
         made[name] = {"settings": settings, "runs": [about(folder, seed) for seed in range(a.seeds)]}
-        (a.out / "variants.json").write_text(json.dumps({"made": made, "found": found}, indent=1) + "\n")
+        replace(a.out / "variants.json", json.dumps({"made": made, "found": found}, indent=1) + "\n")
     draw(found, a.out / "variants.png")
     print("| variant | " + " | ".join(ROWS) + " |\n| --- |" + " ---: |" * len(ROWS))
     for name, rows in found.items():

@@ -62,16 +62,18 @@ def test_a_variant_is_compared_with_its_start(tmp_path, monkeypatch, capsys):
         (folder / f"seed-{seed}").mkdir()
         about = {"started": f"day {seed}", "commit": "c", "machine": "m", "versions": {}}
         (folder / f"seed-{seed}" / "run.json").write_text(json.dumps(about))
-        policy = dict.fromkeys(("legal", "candidates_legal", "worth"), [0.1 + 0.1 * seed, 0.05, 0.3])
+        policy = dict.fromkeys(("legal", "candidates_legal", "worth", "eval_mae"), [0.1 + 0.1 * seed, 0.05, 0.3])
         environment = dict.fromkeys(("next_state", "worth"), [-0.02, [-0.05, -0.05][seed], [-0.01, 0.01][seed]])
-        return {"difference": dict.fromkeys(("T=0", "T=1"), {"policy": policy, "environment": environment})}, []
+        sections = {"policy": policy, "environment": environment, "environment illegal": environment}
+        return {"difference": dict.fromkeys(("T=0", "T=1"), sections)}, []
 
     monkeypatch.setattr(variants, "run", run)
     monkeypatch.setattr(
         "sys.argv", ["variants", str(tmp_path), "--seeds", "2", "--steps", "40", "--only", "default", "epochs-4"]
     )
     variants.main()
-    assert "| epochs-4 | +15.0 * | +15.0 * | +15.0 * | -2.0 | -2.0 | +15.0 * | -2.0 |" in capsys.readouterr().out
+    row = "| epochs-4 | +15.0 * | +15.0 * | +15.0 * | -2.0 | -2.0 | +15.0 * | -2.0 | -2.0 | +15.0 * |\n"
+    assert row in capsys.readouterr().out
     assert [call[:2] for call in asked] == [("default", 0), ("default", 1), ("epochs-4", 0), ("epochs-4", 1)]
     assert asked[0][2] == {"STEPS": "40", "EVAL_EVERY": "0", "EVAL_POSITIONS": "8"}
     assert asked[2][2] == asked[0][2] | {"STEPS": "16", "EPOCHS": "4"}

@@ -292,10 +292,10 @@ def main():
             report(model, tests, dtype, out, step, elapsed)
             last = time.time()  # skill is not training time
     bar.close()
+    save()
     if pool:  # what is pending is made and forgotten: to end processes in the middle of it may hang or crash
         pool.close()
         pool.join()
-    save()
     if stop:
         sys.exit(f"stopped at step {step}; the same command goes on from there.")
     if step % args.eval_every:
