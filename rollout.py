@@ -137,8 +137,9 @@ def generate(
 def draw(logp, uniform):
     """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first place where the
     cumulated probability exceeds it."""
-    reached = logp.exp().cumsum(-1)
-    return (reached <= uniform[:, None] * (1 - 1e-6) * reached[:, -1:]).sum(-1)  # the factor: never past the last token
+    reached = logp.exp().cumsum_(-1)  # with a large vocabulary each pass over it counts
+    goal = uniform[:, None] * (1 - 1e-6) * reached[:, -1:]  # the factor: never past the last token
+    return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=logp.shape[1] - 1)  # nor where all is NaN
 
 
 def capture(step):

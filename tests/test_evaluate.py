@@ -88,11 +88,13 @@ def measure(model, engine=None, found=(), **options):
 
 def test_a_perfect_player_is_perfect_in_everything(player, engine):
     figures = measure(player(), engine, mates.find_mates(POSITIONS))
-    for colour in ("", " white", " black"):
+    for colour in ("", " white", " black", " in check"):
         for name in ("structure", "legal", "best", "top5", "candidates", "candidates_legal", "mate_in_one"):
             assert figures["policy" + colour][name] == (1, 0), (colour, name)
-        assert figures["policy" + colour]["eval_mae"] == figures["policy" + colour]["cp_loss"] == (0, 0)
-    rare = {f"environment {kind}" for kind in ("promotion", "castling", "en passant", "mate", "illegal")}
+        assert figures["policy" + colour]["eval_mae"] == (0, 0)
+    for colour in ("", " white", " black"):  # none of the few that are judged is in check
+        assert figures["policy" + colour]["cp_loss"] == (0, 0)
+    rare = {f"environment {kind}" for kind in ("capture", "promotion", "castling", "en passant", "mate", "illegal")}
     assert rare <= figures.keys()
     for section in ("environment", *rare):
         for name in ("next_state", "reward", "terminated", "truncated"):
@@ -109,6 +111,14 @@ def test_white_and_black_are_told_apart(player):
     assert figures["policy"]["legal"][0] == pytest.approx(white / len(HELD_OUT))
 
 
+def test_checks_are_told_apart(player):
+    answer = {True: best_of_labels, False: lambda fen: say("a1a1")}
+    figures = measure(player(lambda fen: answer[chess.Board(fen).is_check()](fen)), self_play=0)
+    assert figures["policy in check"]["legal"] == figures["policy in check"]["best"] == (1, 0)
+    checks = sum(chess.Board(position.fen).is_check() for position in HELD_OUT)
+    assert figures["policy"]["legal"][0] == pytest.approx(checks / len(HELD_OUT))
+
+
 def test_an_environment_that_ignores_the_rules_of_promotion_fails_there_alone(player):
     wrong = player(environment=lambda fen, move: truth(fen, move) if len(move) == 4 else "nonsense")
     figures = measure(wrong, self_play=0)
@@ -121,7 +131,7 @@ def test_rare_moves_are_recognised():
     for fen, move, expected in (
         ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8q", {"promotion"}),
         ("4k3/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1", {"castling"}),
-        ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6", {"en passant"}),
+        ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6", {"en passant", "capture"}),
         (MATE, "a1a8", {"mate"}),
         ("6k1/P4ppp/8/8/8/8/5PPP/6K1 w - - 0 1", "a7a8r", {"promotion", "mate"}),
         ("7k/8/5K2/8/8/8/8/6Q1 w - - 0 1", "g1g6", {"stalemate"}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rollout import distribution, generate, pad_prompts
+from rollout import distribution, draw, generate, pad_prompts
 
 EOS = 256
 
@@ -120,6 +120,17 @@ def test_bfloat16_sampling_agrees_with_bfloat16_training(model):
     again = distribution(logits).gather(-1, out.tokens[..., None])
     gap = (again[..., 0] - out.logprobs).abs()
     assert gap.mean() < 0.05 and gap.max() < 0.5
+
+
+def test_a_token_is_drawn_where_the_cumulated_probability_passes_the_number():
+    g = torch.Generator().manual_seed(0)
+    logp = distribution(torch.randn(500, 40, generator=g), 1.0, top_k=5)  # most tokens cannot be drawn
+    uniform = torch.rand(500, generator=g)
+    uniform[:3] = torch.tensor([0.0, 1.0, 1 - 2**-24])
+    drawn = draw(logp, uniform)
+    for p, u, token in zip(logp.exp().double(), uniform.tolist(), drawn.tolist()):
+        assert p[token] > 0 and p[:token].sum() - 2e-6 <= u <= p[: token + 1].sum() + 2e-6
+    assert draw(torch.full((2, 40), torch.nan), uniform[:2]).max() < 40  # the guard finds NaN later
 
 
 def test_the_generator_decides(model):

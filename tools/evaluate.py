@@ -87,34 +87,38 @@ def cp_loss(engine, sample, text, grade):
     return distance(top / 100, min(top, worth) / 100)
 
 
-def by_colour(columns, turns):
-    """The policy's sections: all, and where it plays White or Black."""
+@lru_cache(None)  # each column asks
+def board_of(prompt):
+    return chess.Board(tasks.contract(prompt[3:].strip()))
+
+
+PLAYS = {"white": lambda board: board.turn, "black": lambda board: not board.turn, "in check": chess.Board.is_check}
+
+
+def by_play(columns, prompts):
+    """The policy's sections: all, where it plays White or Black, and where it is in check."""
     sections = {"policy": columns}
-    for colour, letter in (("white", "w"), ("black", "b")):
-        mine = {name: c[turns[name] == letter] for name, c in columns.items()}
-        sections[f"policy {colour}"] = {name: c for name, c in mine.items() if len(c)}
+    for play, test in PLAYS.items():
+        mine = {name: c[[test(board_of(prompt)) for prompt in prompts[name]]] for name, c in columns.items()}
+        sections[f"policy {play}"] = {name: c for name, c in mine.items() if len(c)}
     return sections
-
-
-def turns_of(prompts):
-    return np.array([prompt.split(" ")[2] for prompt in prompts])  # P: board turn ...
 
 
 def policy(say, samples, mates, chess_format, engine, judged):
     texts, grades = say(samples, "policy")
     columns = {"worth": column([g.reward for g in grades])}
     columns |= {name: column([g.parts.get(name) for g in grades]) for name in POLICY}
-    turns = dict.fromkeys(columns, turns_of([sample.prompt for sample in samples]))
+    prompts = dict.fromkeys(columns, [sample.prompt for sample in samples])
     if engine:
         rows = zip(samples[:judged], texts, tqdm(grades[:judged], desc="cp_loss", disable=None, leave=False))
         columns["cp_loss"] = column([cp_loss(engine, *row) for row in rows])
-        turns["cp_loss"] = turns["legal"][:judged]
+        prompts["cp_loss"] = prompts["legal"][:judged]
     for name, positions in mates.items():
         asked = [tasks.Sample(tasks.policy_prompt(fen, chess_format), ()) for fen, _ in positions]
         said = [(read_policy(text)[1] or (None,) * 3)[2] for text in say(asked, name)[0]]
         columns[name] = column([move in mating for move, (_, mating) in zip(said, positions)])
-        turns[name] = turns_of([sample.prompt for sample in asked])
-    return by_colour({name: c for name, c in columns.items() if len(c)}, turns)
+        prompts[name] = [sample.prompt for sample in asked]
+    return by_play({name: c for name, c in columns.items() if len(c)}, prompts)
 
 
 def kinds(sample):
@@ -125,6 +129,7 @@ def kinds(sample):
         return {"illegal"}
     end = tasks.game_end(board, move)
     tests = {
+        "capture": board.is_capture(move),
         "promotion": move.promotion,
         "castling": board.is_castling(move),
         "en passant": board.is_en_passant(move),
@@ -140,7 +145,7 @@ def environment(say, samples):
     columns["invalid"] = column([1 - g.parts["structure"] for g in grades])
     columns |= {name: column([g.parts.get(part) for g in grades]) for name, part in ENVIRONMENT.items()}
     sections, asked = {"environment": columns}, [kinds(sample) for sample in samples]
-    for kind in ("promotion", "castling", "en passant", "mate", "stalemate", "illegal"):
+    for kind in ("capture", "promotion", "castling", "en passant", "mate", "stalemate", "illegal"):
         of_kind = np.array([kind in k for k in asked])
         if of_kind.any():
             names = "next_state", "reward", "terminated", "truncated"
