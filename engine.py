@@ -127,9 +127,7 @@ class LiveLabels:
     def __call__(self, samples):
         """The same samples, policy tasks among them with labels."""
         return [
-            s
-            if s.labels or s.prompt[0] != "P"
-            else s._replace(labels=self.search(tasks.contract(s.prompt[3:].strip())))
+            s if s.labels or s.prompt[0] != "P" else s._replace(labels=self.search(tasks.policy_fen(s.prompt)))
             for s in samples
         ]
 

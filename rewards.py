@@ -139,7 +139,7 @@ def read_environment(completion):
 
 @lru_cache(1024)  # a group shares its prompt
 def legal_moves(prompt):
-    return frozenset(move.uci() for move in chess.Board(tasks.contract(prompt[3:].strip())).legal_moves)
+    return frozenset(move.uci() for move in chess.Board(tasks.policy_fen(prompt)).legal_moves)
 
 
 def distance(a, b):

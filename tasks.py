@@ -54,6 +54,11 @@ def policy_prompt(fen, chess_format):
     return write_prompt("P: ", write_fen(fen, chess_format), chess_format)
 
 
+def policy_fen(prompt):
+    """What such a prompt asks about, in whichever format."""
+    return contract(prompt[3:].strip())
+
+
 def policy_completion(fen, moves, chess_format):
     """The ideal answer: `moves` in the order given, their evaluations in pawns, the best of them."""
     names = " ".join(uci for uci, _ in moves)

@@ -112,8 +112,8 @@ def test_white_and_black_are_told_apart(player):
 
 
 def test_checks_are_told_apart(player):
-    answer = {True: best_of_labels, False: lambda fen: say("a1a1")}
-    figures = measure(player(lambda fen: answer[chess.Board(fen).is_check()](fen)), self_play=0)
+    checked = player(lambda fen: best_of_labels(fen) if chess.Board(fen).is_check() else say("a1a1"))
+    figures = measure(checked, self_play=0)
     assert figures["policy in check"]["legal"] == figures["policy in check"]["best"] == (1, 0)
     checks = sum(chess.Board(position.fen).is_check() for position in HELD_OUT)
     assert figures["policy"]["legal"][0] == pytest.approx(checks / len(HELD_OUT))

@@ -83,60 +83,61 @@ def cp_loss(engine, sample, text, grade):
         return None
     if "cp_loss" in grade.parts:  # one of the labelled five
         return grade.parts["cp_loss"]
-    top, worth = sample.labels[0][1], judge(engine, tasks.contract(sample.prompt[3:].strip()), read_policy(text)[1][2])
+    top, worth = sample.labels[0][1], judge(engine, tasks.policy_fen(sample.prompt), read_policy(text)[1][2])
     return distance(top / 100, min(top, worth) / 100)
-
-
-@lru_cache(None)  # each column asks
-def board_of(prompt):
-    return chess.Board(tasks.contract(prompt[3:].strip()))
 
 
 PLAYS = {"white": lambda board: board.turn, "black": lambda board: not board.turn, "in check": chess.Board.is_check}
 
 
-def by_play(columns, prompts):
+def by_play(columns, boards):
     """The policy's sections: all, where it plays White or Black, and where it is in check."""
     sections = {"policy": columns}
     for play, test in PLAYS.items():
-        mine = {name: c[[test(board_of(prompt)) for prompt in prompts[name]]] for name, c in columns.items()}
+        mine = {name: c[[test(board) for board in boards[name]]] for name, c in columns.items()}
         sections[f"policy {play}"] = {name: c for name, c in mine.items() if len(c)}
     return sections
+
+
+def boards_of(samples):
+    return [chess.Board(tasks.policy_fen(sample.prompt)) for sample in samples]
 
 
 def policy(say, samples, mates, chess_format, engine, judged):
     texts, grades = say(samples, "policy")
     columns = {"worth": column([g.reward for g in grades])}
     columns |= {name: column([g.parts.get(name) for g in grades]) for name in POLICY}
-    prompts = dict.fromkeys(columns, [sample.prompt for sample in samples])
+    boards = dict.fromkeys(columns, boards_of(samples))
     if engine:
         rows = zip(samples[:judged], texts, tqdm(grades[:judged], desc="cp_loss", disable=None, leave=False))
         columns["cp_loss"] = column([cp_loss(engine, *row) for row in rows])
-        prompts["cp_loss"] = prompts["legal"][:judged]
+        boards["cp_loss"] = boards["legal"][:judged]
     for name, positions in mates.items():
         asked = [tasks.Sample(tasks.policy_prompt(fen, chess_format), ()) for fen, _ in positions]
         said = [(read_policy(text)[1] or (None,) * 3)[2] for text in say(asked, name)[0]]
         columns[name] = column([move in mating for move, (_, mating) in zip(said, positions)])
-        prompts[name] = [sample.prompt for sample in asked]
-    return by_play({name: c for name, c in columns.items() if len(c)}, prompts)
+        boards[name] = boards_of(asked)
+    return by_play({name: c for name, c in columns.items() if len(c)}, boards)
+
+
+KINDS = {  # of a legal move, which ends the game as `end` says
+    "capture": lambda board, move, end: board.is_capture(move),
+    "promotion": lambda board, move, end: move.promotion,
+    "castling": lambda board, move, end: board.is_castling(move),
+    "en passant": lambda board, move, end: board.is_en_passant(move),
+    "mate": lambda board, move, end: end == chess.Termination.CHECKMATE,
+    "stalemate": lambda board, move, end: end == chess.Termination.STALEMATE,
+}
 
 
 def kinds(sample):
-    """Which rare kinds of move an environment's prompt asks about."""
+    """Which of them an environment's prompt asks about, or that its move is illegal."""
     fen, uci, *_ = sample.prompt[3:].split("+")
     board, move = chess.Board(tasks.contract(fen)), chess.Move.from_uci(uci)
     if not board.is_legal(move):
         return {"illegal"}
     end = tasks.game_end(board, move)
-    tests = {
-        "capture": board.is_capture(move),
-        "promotion": move.promotion,
-        "castling": board.is_castling(move),
-        "en passant": board.is_en_passant(move),
-        "mate": end == chess.Termination.CHECKMATE,
-        "stalemate": end == chess.Termination.STALEMATE,
-    }
-    return {name for name, true in tests.items() if true}
+    return {name for name, test in KINDS.items() if test(board, move, end)}
 
 
 def environment(say, samples):
@@ -145,7 +146,7 @@ def environment(say, samples):
     columns["invalid"] = column([1 - g.parts["structure"] for g in grades])
     columns |= {name: column([g.parts.get(part) for g in grades]) for name, part in ENVIRONMENT.items()}
     sections, asked = {"environment": columns}, [kinds(sample) for sample in samples]
-    for kind in ("capture", "promotion", "castling", "en passant", "mate", "stalemate", "illegal"):
+    for kind in (*KINDS, "illegal"):
         of_kind = np.array([kind in k for k in asked])
         if of_kind.any():
             names = "next_state", "reward", "terminated", "truncated"

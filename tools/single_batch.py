@@ -275,7 +275,7 @@ def ideal_answer(sample, chess_format):
     if sample.prompt.startswith("A: "):
         return tasks.environment_completion(*sample.labels, chess_format)
     moves = sample.labels or [(uci, 0) for uci in sorted(legal_moves(sample.prompt))]
-    return tasks.policy_completion(tasks.contract(sample.prompt[3:].strip()), moves[:5], chess_format)
+    return tasks.policy_completion(tasks.policy_fen(sample.prompt), moves[:5], chess_format)
 
 
 def completions(model, prefix, samples, batch, graded):
