@@ -62,24 +62,32 @@ class Prompt:
 
 
 class Cache:
-    """Keys and values of the rows' own tokens while decoding, written in place."""
+    """Keys and values of the rows' own tokens while decoding, one (B, H, G, K, D) for each layer, written in place.
 
-    def __init__(self, config, groups, group_size, device, dtype):
-        shape = (config.n_layer, groups, config.n_head, group_size, 0, config.n_embd // config.n_head)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, H, G, K, D)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+    K grows in steps, as a view into all T tokens would be copied at each product. Each stays at the beginning of a
+    piece of memory that has room for T, so that growing touches no new memory: that costs more than to copy does.
+    """
+
+    def __init__(self, config, groups, group_size, limit, device, dtype):
+        shape = groups, config.n_head, group_size, 0, config.n_embd // config.n_head
+        room = groups * group_size * limit * config.n_embd
+        layers = [torch.empty(room, device=device, dtype=dtype) for _ in range(2 * config.n_layer)]
+        self.keys, self.values = ([x[:0].view(shape) for x in half] for half in (layers[::2], layers[1::2]))
+
+    def replace(self, change):
+        for stored in (self.keys, self.values):
+            for i, old in enumerate(stored):
+                new = change(old)
+                stored[i] = old.as_strided(new.shape, new.stride(), 0).copy_(new)
 
     def grow(self, span):
-        """To room for `span` tokens. It grows in steps: a view into one large cache would be copied at each product."""
-        more = (0, 0, 0, span - self.keys.shape[4])
-        self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
+        """To room for `span` tokens."""
+        self.replace(lambda old: F.pad(old, (0, 0, 0, span - old.shape[3])))
 
     def select(self, groups, members):
         """Some groups only, and of each the rows `members` (groups, width)."""
         at = torch.arange(len(members), device=members.device)[:, None]
-        for name in ("keys", "values"):
-            kept = getattr(self, name)[:, groups][:, at, :, members]  # (groups, width, L, H, K, D)
-            setattr(self, name, kept.permute(2, 0, 3, 1, 4, 5).contiguous())
+        self.replace(lambda old: old[groups][at, :, members].transpose(1, 2).contiguous())  # indexed: (B, G, H, K, D)
 
 
 class Linear(nn.Linear):
@@ -224,7 +232,7 @@ class GPT(nn.Module):
         positions = torch.arange(S, device=device) if at is None else at  # (S,)
         bias = prompt_bias = None
         if prompt is not None:
-            own = torch.arange(S if cache is None else cache.keys.shape[4], device=device)
+            own = torch.arange(S if cache is None else cache.keys[0].shape[3], device=device)
             bias = torch.zeros(S, len(own), device=device).masked_fill_(own > positions[:, None], -math.inf)
             prompt_bias = prompt.bias
             positions = prompt.lengths.repeat_interleave(N // len(prompt.lengths))[:, None] + positions  # (N, S)

@@ -77,7 +77,7 @@ def generate(
         )
     prompt = model.prefill(prompt_tokens, lengths)
     dtype = torch.float32 if device.type == "cpu" else model.dtype  # on CPU small products are faster in fp32
-    prompt, cache = prompt.to(dtype), Cache(model.config, B, group_size, device, dtype)
+    prompt, cache = prompt.to(dtype), Cache(model.config, B, group_size, T, device, dtype)
     if noise is None:
         noise = torch.rand(N, T, device=device, generator=generator)
     tokens = torch.full((N, T), max(eos, 0), device=device)

@@ -17,14 +17,20 @@ import pytest
 
 import data
 import tasks
+from engine import named_or_installed
 from tools import label
 
 ROOT = Path(__file__).parent.parent
-STOCKFISH = os.environ.get("STOCKFISH_PATH") or label.find_stockfish()  # fails with the sentence on how to install it
+STOCKFISH = named_or_installed()
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
 MATED = "R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 0 1"
 MATED_SOON = "7k/R7/1R6/8/8/8/8/7K b - - 0 1"  # one legal move, then Rb8
 BLACK_WINS = "4k3/8/8/8/8/8/q7/6K1 b - - 0 1"
+
+
+@pytest.fixture(autouse=True)
+def stockfish_is_there():
+    assert STOCKFISH, "The labels are Stockfish's, which is not there; install it: apt-get install stockfish."
 
 
 def start(*args, **env):
