@@ -38,7 +38,7 @@ from tools.report import write as write_report
 # fmt: off
 OVERFIT                 = setting("OVERFIT", False, "learn one batch of prompts again and again, with defaults of its own: can the loop learn at all?")
 if OVERFIT:  # many answers to few prompts, and nothing that holds the policy back
-    INSTEAD |= dict(STEPS=100, BATCH_POSITIONS=4, GROUP_SIZE=32, LR=1e-3, LR_SCHEDULE="constant", LAST_GAINS_LR_FACTOR=24.0, KL_COEF=0.0, TEMPERATURE=1.0)
+    INSTEAD |= dict(STEPS=100, BATCH_POSITIONS=4, GROUP_SIZE=32, LR=1e-3, LR_SCHEDULE="constant", GAINS_LR_FACTOR=24.0, LAST_GAINS_LR_FACTOR=24.0, KL_COEF=0.0, TEMPERATURE=1.0)
 MODEL                   = setting("MODEL", "weights/tiny", "the model to train: a Hugging Face folder or a hub id")
 DATA                    = setting("DATA", "builtin", "where positions come from: builtin, a file (own lines, RookWorld's, FEN, EPD, PGN), or hub:...")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
@@ -54,9 +54,9 @@ MIX_ENV_RATIO           = setting("MIX_ENV_RATIO", 0.3, "share of prompts that a
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 65536 if torch.cuda.is_available() else 4096, "tokens that go through the model at once; bounds memory, changes nothing else", low=1)
 TRAIN                   = setting("TRAIN", "mlp", "which weights learn: those of the feed-forward layers and the norms' gains, or all", one_of=("mlp", "all"))
-LR                      = setting("LR", 3e-4, "learning rate of AdamW", low=0)
-GAINS_LR_FACTOR         = setting("GAINS_LR_FACTOR", 24.0, "the norms' gains learn with so many times LR: they are near 1, other weights near 0.1", low=0)
-LAST_GAINS_LR_FACTOR    = setting("LAST_GAINS_LR_FACTOR", 400.0, "... and those of the last norm, which scale the logits, with so many", low=0)
+LR                      = setting("LR", 1e-4, "learning rate of AdamW", low=0)
+GAINS_LR_FACTOR         = setting("GAINS_LR_FACTOR", 72.0, "the norms' gains learn with so many times LR: they are near 1, other weights near 0.1", low=0)
+LAST_GAINS_LR_FACTOR    = setting("LAST_GAINS_LR_FACTOR", 1200.0, "... and those of the last norm, which scale the logits, with so many", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 WEIGHT_DECAY            = setting("WEIGHT_DECAY", 0.0, "of AdamW, on matrices only", low=0)

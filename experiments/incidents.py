@@ -36,7 +36,7 @@ from monitor import describe
 from tools.plots import short
 
 SMALL = dict(BATCH_POSITIONS=8, GROUP_SIZE=4, MIX_ENV_RATIO=0.0, MAX_NEW_TOKENS=80, DTYPE="float32", SEED=0)
-SMALL |= dict(TEMPERATURE=1.0, ENTROPY_COEF=-0.035)
+SMALL |= dict(TEMPERATURE=1.0, ENTROPY_COEF=-0.035, LR=3e-4, GAINS_LR_FACTOR=24.0, LAST_GAINS_LR_FACTOR=400.0)
 SMALL |= dict(WARMUP_STEPS=0, LR_SCHEDULE="constant", EVAL_EVERY=0, EVAL_POSITIONS=1, SAVE_EVERY=1000)
 FEW, SGD = dict(BATCH_POSITIONS=4), dict(BATCH_POSITIONS=4, LR=3e-3)
 PLAIN = dict(CREDIT="answer", KL_COEF=0.0, ENTROPY_COEF=0.0)  # only the answers' rewards have a gradient

@@ -39,6 +39,7 @@ VARIANTS = {
     "policy-only": {"MIX_ENV_RATIO": "0"},
     "environment-only": {"MIX_ENV_RATIO": "1"},
 }
+RATES = {"LR": "3e-4", "GAINS_LR_FACTOR": "24", "LAST_GAINS_LR_FACTOR": "400"}  # the defaults when these runs were made
 SHARE = {"epochs-2": 0.65, "epochs-4": 0.4}  # of the steps, as more updates take longer: the budget is time
 ROWS = {
     "legal move": ("T=1", "policy", "legal"),
@@ -88,7 +89,7 @@ def main():
     for name in a.only:
         steps, folder = round(a.steps * SHARE.get(name, 1)), a.out.resolve() / name
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {"STEPS": str(steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "8", **VARIANTS[name]}
+        settings = {"STEPS": str(steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "8", **RATES, **VARIANTS[name]}
         change = [run(folder, seed, settings, *SAMPLE)[0]["difference"] for seed in range(a.seeds)]
         found[name] = {row: [c[t][section][figure] for c in change] for row, (t, section, figure) in ROWS.items()}
         made[name] = {"settings": settings, "runs": [about(folder, seed) for seed in range(a.seeds)]}

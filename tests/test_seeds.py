@@ -75,7 +75,7 @@ def test_a_variant_is_compared_with_its_start(tmp_path, monkeypatch, capsys):
     row = "| epochs-4 | +15.0 * | +15.0 * | +15.0 * | -2.0 | -2.0 | +15.0 * | -2.0 | -2.0 | +15.0 * |\n"
     assert row in capsys.readouterr().out
     assert [call[:2] for call in asked] == [("default", 0), ("default", 1), ("epochs-4", 0), ("epochs-4", 1)]
-    assert asked[0][2] == {"STEPS": "40", "EVAL_EVERY": "0", "EVAL_POSITIONS": "8"}
+    assert asked[0][2] == {"STEPS": "40", "EVAL_EVERY": "0", "EVAL_POSITIONS": "8"} | variants.RATES
     assert asked[2][2] == asked[0][2] | {"STEPS": "16", "EPOCHS": "4"}
     kept = json.loads((tmp_path / "variants.json").read_text())
     assert set(kept["found"]) == {"default", "epochs-4"} and kept["made"]["epochs-4"]["settings"] == asked[2][2]
