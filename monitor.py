@@ -111,15 +111,15 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB
 
 
-def describe(device, dtype):
-    """What a run ran on, for run.json."""
+def describe(command, device, dtype):
+    """What was run, on what, from what; for run.json and the like."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True)
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
         cpu = names[0] if names else cpu
     return {
-        "command": shlex.join(["./train.sh", *sys.argv[1:]]),
+        "command": shlex.join([*command.split(), *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": git.stdout.decode().strip() or "unknown",
         "machine": torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores of {cpu}",
@@ -136,7 +136,7 @@ def begin(out, state, device, dtype, kind, name):
     past = rewind(out / "metrics.jsonl", state["step"])
     rewind(out / "samples.jsonl", state["step"] if state["skill"] else -1)
     (out / "settings.json").write_text(json.dumps(values(), indent=2))
-    (out / "run.json").write_text(json.dumps(describe(device, dtype), indent=2))
+    (out / "run.json").write_text(json.dumps(describe("./train.sh", device, dtype), indent=2))
     log = open(out / "metrics.jsonl", "a")
 
     def write(metrics):

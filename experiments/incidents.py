@@ -188,8 +188,8 @@ def run(steps, settings, patches):
 def record(name, steps):
     """What incidents.json keeps of an incident."""
     title, usual, panels, runs = INCIDENTS[name]
-    about = {"title": title, "command": f"python -m experiments.incidents OUT --only {name}", "shared": SMALL}
-    about |= {key: value for key, value in describe("cpu", torch.float32).items() if key != "command"}
+    about = {"title": title, "shared": SMALL} | describe("python -m experiments.incidents", "cpu", torch.float32)
+    about["command"] = f"python -m experiments.incidents OUT --only {name}"  # wherever OUT was
     found = {}
     for label, (settings, patches) in runs.items():
         rows, words = run(steps or usual, settings, patches)

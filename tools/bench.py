@@ -10,8 +10,6 @@ import argparse
 import copy
 import json
 import random
-import shlex
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -321,7 +319,7 @@ def main():
     if a.runs < 1:
         train.refuse(f"--runs {a.runs} measures nothing; give at least 1.")
     prepare()
-    machine = describe(train.DEVICE, "see workloads") | {"command": shlex.join(["tools.bench", *sys.argv[1:]])}
+    machine = describe("python -m tools.bench", train.DEVICE, "see workloads")
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
     print(f"{machine['machine']}, {result['threads']} threads, torch {torch.__version__}")
     print(limits.EXPLANATION, flush=True)

@@ -115,7 +115,8 @@ def main():
     run, model, _ = bench.start(w, found)
     samples = bench.build(w, found)[1]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    machine = describe(train.DEVICE, "see settings") | {"versions": versions, "threads": torch.get_num_threads()}
+    machine = describe("python -m experiments.speed.trl_step", train.DEVICE, "see settings")
+    machine |= {"versions": versions, "threads": torch.get_num_threads()}
     result = {"machine": machine, "workload": a.workload, "what": w.what, "runs": a.runs, "settings": {}}
     print(f"{machine['machine']}, {machine['threads']} threads, {versions}")
     print(f"{a.workload} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {a.runs} pairs each")
