@@ -86,8 +86,8 @@ class Cache:
 
     def select(self, groups, members):
         """Some groups only, and of each the rows `members` (groups, width)."""
-        at = torch.arange(len(members), device=members.device)[:, None]
-        self.replace(lambda old: old[groups][at, :, members].transpose(1, 2).contiguous())  # indexed: (B, G, H, K, D)
+        kept = groups.nonzero()  # (groups, 1)
+        self.replace(lambda old: old[kept, :, members].transpose(1, 2).contiguous())  # indexed: (B, G, H, K, D)
 
 
 class Linear(nn.Linear):

@@ -94,9 +94,10 @@ def main():
     prepare()
     layers = range(1, len(model.h) + 1)
     print(f"| fact | read | {' | '.join(f'layer {i}' for i in layers)} |\n| --- | --- |{' ---: |' * len(layers)}")
+    split = data.split(data.load("builtin"))
     for fact in (in_check, captures):
         rng, asked = random.Random(0), []
-        for positions, count in zip(data.split(data.load("builtin")), (FITTED, COUNTED)):
+        for positions, count in zip(map(list, split), (FITTED, COUNTED)):
             rng.shuffle(positions)
             for yes in (True, False):
                 some = filter(None, (fact(position, yes, rng) for position in positions))

@@ -7,7 +7,9 @@ import chess
 import torch
 
 import data
+import tasks
 from experiments import probe
+from model import GPT
 
 
 def test_a_place_is_where_its_name_says():
@@ -19,7 +21,7 @@ def test_a_place_is_where_its_name_says():
     for yes in (True, False):
         for text, places in some(probe.captures, yes):
             fen, move = text[3:].split("+")[:2]
-            board, move = chess.Board(probe.tasks.contract(fen)), chess.Move.from_uci(move)
+            board, move = chess.Board(tasks.contract(fen)), chess.Move.from_uci(move)
             assert board.is_capture(move) == yes
             assert text[places["the move in the prompt"]] == move.uci()[3]
             after = text[places["before the square it goes to"] + 1]
@@ -28,12 +30,12 @@ def test_a_place_is_where_its_name_says():
             clock = text[places["before the clock"] + 1 :].split(" ")[0]
             assert int(clock) == (0 if yes else board.halfmove_clock + 1)
         for text, places in some(probe.in_check, yes):
-            assert chess.Board(probe.tasks.policy_fen(text[:94])).is_check() == yes
+            assert chess.Board(tasks.policy_fen(text[:94])).is_check() == yes
             assert text.endswith("M: ") and places == {"before the first candidate": len(text) - 1}
 
 
 def test_what_is_read_are_the_hidden_states_of_transformers(hf_model, hf_folder):
-    model = probe.GPT.load(hf_folder)
+    model = GPT.load(hf_folder)
     model.tokenizer = type("Letters", (), {"encode": lambda self, text: list(text.encode())})()
     texts, places = ["a board", "another, longer one"], [{"end": 6}, {"end": 18}]
     found = probe.residuals(model, texts, places)["end"]  # (L, n, C)
