@@ -63,11 +63,11 @@ def credit(samples, texts, grades, tokens, tokenizer, kind):
     that an answer lacks is worth the mean of its group, which makes its advantage zero.
     """
     whole = torch.tensor([[g.reward] for g in grades])  # (N, 1)
-    places = torch.zeros(tokens.shape, dtype=torch.long)
     if kind == "answer":
-        return whole, places
+        return whole, torch.zeros(tokens.shape, dtype=torch.long)
     group_size = len(texts) // len(samples)
     worth = torch.full((len(texts), len(PLACES)), torch.nan)
+    places = [[WHOLE] * tokens.shape[1] for _ in texts]
     for row, (text, ids) in enumerate(zip(texts, tokens.tolist())):
         sample, owner = samples[row // group_size], [WHOLE] * len(text)  # of each letter
         words = WORDS.get(sample.prompt[:3])
@@ -80,7 +80,7 @@ def credit(samples, texts, grades, tokens, tokenizer, kind):
             end += len(tokenizer.token_bytes.get(token, b""))
             if token == tokenizer.eos or end > len(text):
                 break
-            places[row, t] = owner[end - 1]
+            places[row][t] = owner[end - 1]
     groups = worth[:, 1:].view(len(samples), group_size, -1)  # (B, G, K - 1)
     groups = torch.where(groups.isnan(), groups.nanmean(1, keepdim=True), groups).nan_to_num(0)
-    return torch.cat([whole, groups.flatten(0, 1)], 1), places
+    return torch.cat([whole, groups.flatten(0, 1)], 1), torch.tensor(places)

@@ -25,3 +25,18 @@ def fastest_dtype(device):
             times.append(time.perf_counter() - start)
         seconds[dtype] = min(times)
     return min(seconds, key=seconds.get)
+
+
+def packs(device, dtype):
+    """Whether this is a CPU where bf16 products are oneDNN's, and faster with matrices that lie in its own order."""
+    here = torch.device(device).type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return here and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack(weight):
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def packed_product(x, weight, bias=None, activation="none"):
+    """oneDNN's linear layer, activation included; what torch.compile makes of one with constant weights."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "tanh")

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from folder import fetch, read_weights
+from machine import pack, packed_product
 from tokenizer import LoadError, Tokenizer, has_tokenizer, read_json
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
@@ -61,45 +62,21 @@ class Prompt:
         return Prompt(keys, values, self.lengths, self.bias)
 
 
-class Cache:
-    """Keys and values of the rows' own tokens while decoding, one (B, H, G, K, D) for each layer, written in place.
-
-    K grows in steps, as a view into all T tokens would be copied at each product. Each stays at the beginning of a
-    piece of memory that has room for T, so that growing touches no new memory: that costs more than to copy does.
-    """
-
-    def __init__(self, config, groups, group_size, limit, device, dtype):
-        shape = groups, config.n_head, group_size, 0, config.n_embd // config.n_head
-        room = groups * group_size * limit * config.n_embd
-        layers = [torch.empty(room, device=device, dtype=dtype) for _ in range(2 * config.n_layer)]
-        self.keys, self.values = ([x[:0].view(shape) for x in half] for half in (layers[::2], layers[1::2]))
-
-    def replace(self, change):
-        for stored in (self.keys, self.values):
-            for i, old in enumerate(stored):
-                new = change(old)
-                stored[i] = old.as_strided(new.shape, new.stride(), 0).copy_(new)
-
-    def grow(self, span):
-        """To room for `span` tokens."""
-        self.replace(lambda old: F.pad(old, (0, 0, 0, span - old.shape[3])))
-
-    def select(self, groups, members):
-        """Some groups only, and of each the rows `members` (groups, width)."""
-        kept = groups.nonzero()  # (groups, 1)
-        self.replace(lambda old: old[kept, :, members].transpose(1, 2).contiguous())  # indexed: (B, G, H, K, D)
-
-
 class Linear(nn.Linear):
-    """The product is made in `dtype`, whatever the weights and the input are."""
+    """The product is made in `dtype`, whatever the weights and the input are; with `gelu`, that of it."""
 
     dtype = torch.float32
+    packed = None  # the weight in oneDNN's own order, see GPT.packed
 
     def reset_parameters(self):
         pass  # GPT initialises
 
-    def forward(self, x):
-        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
+    def forward(self, x, gelu=False):
+        x = x.to(self.dtype)
+        if self.packed is not None:
+            return packed_product(x, self.packed, self.bias, "gelu" if gelu else "none")
+        y = F.linear(x, self.weight.to(self.dtype), self.bias.to(self.dtype))
+        return F.gelu(y, approximate="tanh") if gelu else y  # gelu_new
 
 
 class Attention(nn.Module):
@@ -118,7 +95,10 @@ class Attention(nn.Module):
         q, k, v = own = self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)  # (B, H, G, S, D)
         if cache is not None:  # decoding: S = 1, this token's place in the cache is `at`
             for store, new in zip(cache, (k, v)):
-                store.index_copy_(3, at, new.to(store.dtype))
+                if store.is_cuda:  # a captured step finds the place by itself
+                    store.index_copy_(3, at, new.to(store.dtype))
+                else:  # half as long
+                    store.narrow(3, int(at), 1).copy_(new)
             k, v = cache
         y = attend_shared(q.to(k.dtype), k, v, bias, *prompt, prompt_bias)
         return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), own[1:]
@@ -144,12 +124,13 @@ def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     q = (q * D**-0.5).reshape(B, H, G * S, D)
     to_prompt = q @ prompt_k.transpose(-1, -2)  # (B, H, G·S, P)
     if prompt_bias is not None:
-        to_prompt = to_prompt + prompt_bias.to(to_prompt.dtype)
+        to_prompt += prompt_bias.to(to_prompt.dtype)
     to_own = q.view(B, H, G, S, D) @ k.transpose(-1, -2)  # (B, H, G, S, K)
-    to_own = to_own + bias.to(to_own.dtype)
+    to_own += bias.to(to_own.dtype)
     weights = torch.cat([to_prompt.view(B, H, G, S, P), to_own], -1).softmax(-1)
-    from_prompt = weights[..., :P].reshape(B, H, G * S, P) @ prompt_v
-    return from_prompt.view(B, H, G, S, D) + weights[..., P:] @ v
+    to_prompt, to_own = weights.split([P, k.shape[3]], -1)  # two slices would each have a gradient of the whole's size
+    from_prompt = to_prompt.reshape(B, H, G * S, P) @ prompt_v
+    return from_prompt.view(B, H, G, S, D) + to_own @ v
 
 
 class Block(nn.Module):
@@ -165,8 +146,7 @@ class Block(nn.Module):
     def forward(self, x, *context):
         y, own = self.attn(self.ln_1(x), *context)
         x = x + y
-        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")  # gelu_new
-        return x + self.mlp["c_proj"](hidden), own
+        return x + self.mlp["c_proj"](self.mlp["c_fc"](self.ln_2(x), gelu=True)), own
 
 
 class GPT(nn.Module):
@@ -225,6 +205,17 @@ class GPT(nn.Module):
         if "tokenizer" in self.__dict__:
             twin.tokenizer = self.tokenizer
         return twin.use(dtype).requires_grad_(False)
+
+    def packed(self):
+        """A twin for decoding on a CPU in bf16: its matrices lie as oneDNN reads them and are not packed at each token,
+        and GELU is part of a product."""
+        twin = self.cast(self.dtype)
+        for layer in twin.modules():
+            if isinstance(layer, Linear):
+                layer.packed = pack(layer.weight)
+        unembedding = pack(twin.unembedding())
+        twin.head = lambda x: packed_product(x.to(self.dtype), unembedding)
+        return twin
 
     def trunk(self, tokens, prompt=None, cache=None, at=None):
         """Hidden states (N, S, C) and each layer's keys and values of `tokens`."""

@@ -4,11 +4,12 @@ A group's prompt is prefilled once, stored once and read once for the whole grou
 Rows that have ended leave the batch. The host looks at the device only every LOOK steps.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from model import Cache
+from machine import packs
 
 LOOK = 8  # steps between two looks at who has finished
 SPAN = 16  # tokens by which the cache grows; on CUDA each size is a captured graph of its own
@@ -19,6 +20,43 @@ class Rollout(NamedTuple):
     mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
     logprobs: torch.Tensor  # (N, T) under the distribution that was sampled, 0 where the mask is False
     truncated: torch.Tensor  # (N,) True where a row reached the limit without an end token
+
+
+class Cache:
+    """Keys and values of the rows' own tokens while decoding, one (B, H, G, K, D) for each layer, written in place.
+
+    K grows in steps, as a view into all T tokens would be copied at each product. What grows moves to a spare piece of
+    memory and leaves its own as the next one's spare: touching new memory costs more than to copy does.
+    """
+
+    def __init__(self, config, groups, group_size, limit, device, dtype):
+        shape = groups, config.n_head, group_size, 0, config.n_embd // config.n_head
+        room = groups * group_size * limit * config.n_embd
+        *layers, self.spare = (torch.empty(room, device=device, dtype=dtype) for _ in range(2 * config.n_layer + 1))
+        self.keys, self.values = ([x[:0].view(shape) for x in half] for half in (layers[::2], layers[1::2]))
+
+    def move(self, shape, fill):
+        for stored in (self.keys, self.values):
+            for i, old in enumerate(stored):
+                stored[i] = self.spare[: math.prod(shape)].view(shape)
+                fill(stored[i], old)
+                self.spare = old.as_strided(self.spare.shape, (1,))
+
+    def grow(self, span):
+        """To room for `span` tokens."""
+        B, H, G, K, D = self.keys[0].shape
+
+        def fill(new, old):
+            new[..., :K, :] = old
+            new[..., K:, :] = 0  # what no row sees yet has weight 0, and 0 times what lay there before may be NaN
+
+        self.move((B, H, G, span, D), fill)
+
+    def select(self, groups, members):
+        """Some groups only, and of each the rows `members` (groups, width)."""
+        kept, (_, H, _, K, D) = groups.nonzero(), self.keys[0].shape  # (groups, 1)
+        shape = len(members), H, members.shape[1], K, D
+        self.move(shape, lambda new, old: new.copy_(old[kept, :, members].transpose(1, 2)))  # indexed: (B, G, H, K, D)
 
 
 def pad_prompts(prompts, device):
@@ -78,6 +116,8 @@ def generate(
     prompt = model.prefill(prompt_tokens, lengths)
     dtype = torch.float32 if device.type == "cpu" else model.dtype  # on CPU small products are faster in fp32
     prompt, cache = prompt.to(dtype), Cache(model.config, B, group_size, T, device, dtype)
+    if packs(device, model.dtype):
+        model = model.packed()
     if noise is None:
         noise = torch.rand(N, T, device=device, generator=generator)
     tokens = torch.full((N, T), max(eos, 0), device=device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from machine import packs
 from rollout import distribution, draw, generate, pad_prompts
 
 EOS = 256
@@ -120,6 +121,17 @@ def test_bfloat16_sampling_agrees_with_bfloat16_training(model):
     again = distribution(logits).gather(-1, out.tokens[..., None])
     gap = (again[..., 0] - out.logprobs).abs()
     assert gap.mean() < 0.05 and gap.max() < 0.5
+
+
+@pytest.mark.skipif(not packs("cpu", torch.bfloat16), reason="this CPU has no bf16 products of oneDNN")
+def test_packed_matrices_multiply_as_the_others_do(model):
+    twin = model.cast(torch.bfloat16)
+    packed = twin.packed()
+    assert packed.h[0].attn.c_attn.packed is not None and twin.h[0].attn.c_attn.packed is None
+    tokens = torch.randint(0, model.config.vocab_size, (4, 30), generator=torch.Generator().manual_seed(0))
+    exact, plain, ours = (m(tokens).float() for m in (model, twin, packed))
+    error, known = ((x - exact).abs() for x in (ours, plain))
+    assert error.mean() < 1.1 * known.mean() and error.max() < 2 * known.max()  # no further from fp32 than bf16 is
 
 
 def test_a_token_is_drawn_where_the_cumulated_probability_passes_the_number():
