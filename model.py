@@ -63,7 +63,7 @@ class Prompt:
 
 
 class Linear(nn.Linear):
-    """The product is made in `dtype`, whatever the weights and the input are; with `gelu`, that of it."""
+    """The product is made in `dtype`, whatever the weights and the input are; with `gelu`, its GELU."""
 
     dtype = torch.float32
     packed = None  # the weight in oneDNN's own order, see GPT.packed
@@ -97,7 +97,7 @@ class Attention(nn.Module):
             for store, new in zip(cache, (k, v)):
                 if store.is_cuda:  # a captured step finds the place by itself
                     store.index_copy_(3, at, new.to(store.dtype))
-                else:  # half as long
+                else:  # in half the time
                     store.narrow(3, int(at), 1).copy_(new)
             k, v = cache
         y = attend_shared(q.to(k.dtype), k, v, bias, *prompt, prompt_bias)
