@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,7 +67,7 @@ class Linear(nn.Linear):
     """The product is made in `dtype`, whatever the weights and the input are; with `gelu`, its GELU."""
 
     dtype = torch.float32
-    packed = None  # the weight in oneDNN's own order, see GPT.packed
+    packed = None  # the weight in oneDNN's own order, see GPT.packing
 
     def reset_parameters(self):
         pass  # GPT initialises
@@ -74,7 +75,7 @@ class Linear(nn.Linear):
     def forward(self, x, gelu=False):
         x = x.to(self.dtype)
         if self.packed is not None:
-            return packed_product(x, self.packed, self.bias, "gelu" if gelu else "none")
+            return packed_product(x, self.packed, self.bias.to(self.dtype), "gelu" if gelu else "none")
         y = F.linear(x, self.weight.to(self.dtype), self.bias.to(self.dtype))
         return F.gelu(y, approximate="tanh") if gelu else y  # gelu_new
 
@@ -151,6 +152,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see use()
+    packed = None  # the unembedding in oneDNN's own order, see packing()
 
     def __init__(self, config):
         super().__init__()
@@ -179,7 +181,8 @@ class GPT(nn.Module):
         return self.head(self.trunk(tokens, prompt, cache, at)[0])
 
     def head(self, x):
-        return F.linear(x.to(self.dtype), self.unembedding().to(self.dtype))
+        x = x.to(self.dtype)
+        return F.linear(x, self.unembedding().to(self.dtype)) if self.packed is None else packed_product(x, self.packed)
 
     def unembedding(self):
         return self.wte.weight  # tied; a cast twin has one of its own
@@ -206,16 +209,19 @@ class GPT(nn.Module):
             twin.tokenizer = self.tokenizer
         return twin.use(dtype).requires_grad_(False)
 
-    def packed(self):
-        """A twin for decoding on a CPU in bf16: its matrices lie as oneDNN reads them and are not packed at each token,
-        and GELU is part of a product."""
-        twin = self.cast(self.dtype)
-        for layer in twin.modules():
-            if isinstance(layer, Linear):
-                layer.packed = pack(layer.weight)
-        unembedding = pack(twin.unembedding())
-        twin.head = lambda x: packed_product(x.to(self.dtype), unembedding)
-        return twin
+    @contextmanager
+    def packing(self):
+        """For decoding on a CPU in bf16: matrices that lie as oneDNN reads them, instead of being packed at each token,
+        and GELU as part of a product."""
+        layers = [layer for layer in self.modules() if isinstance(layer, Linear | GPT)]
+        for layer in layers:
+            weight = self.unembedding() if layer is self else layer.weight
+            layer.packed = pack(weight.to(self.dtype))
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.packed = None
 
     def trunk(self, tokens, prompt=None, cache=None, at=None):
         """Hidden states (N, S, C) and each layer's keys and values of `tokens`."""

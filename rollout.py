@@ -5,6 +5,7 @@ Rows that have ended leave the batch. The host looks at the device only every LO
 """
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -116,8 +117,6 @@ def generate(
     prompt = model.prefill(prompt_tokens, lengths)
     dtype = torch.float32 if device.type == "cpu" else model.dtype  # on CPU small products are faster in fp32
     prompt, cache = prompt.to(dtype), Cache(model.config, B, group_size, T, device, dtype)
-    if packs(device, model.dtype):
-        model = model.packed()
     if noise is None:
         noise = torch.rand(N, T, device=device, generator=generator)
     tokens = torch.full((N, T), max(eos, 0), device=device)
@@ -146,26 +145,27 @@ def generate(
         at.add_(1)
 
     replay = None
-    for t in range(T):
-        if t % SPAN == 0:
-            cache.grow(min(T, t + SPAN))
-            replay = None
-        if device.type == "cuda" and t > 0:  # the first step runs as it is: it warms the libraries up
-            replay = replay or capture(step)
-            replay()
-        else:
-            step()
-        if (t + 1) % LOOK == 0 or t + 1 == T:
-            living = alive.view(B, -1)  # (B, G)
-            groups, width = living.any(1), int(living.sum(1).max())
-            if width == 0:
-                break
-            if int(groups.sum()) * width <= 0.75 * len(rows):  # leave only groups and rows that go on, rectangular
-                members = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
-                keep = (groups.nonzero() * living.shape[1] + members).flatten()
-                cache.select(groups, members)
-                prompt, B, replay = prompt.select(groups), len(members), None
-                rows, current, alive = rows[keep], current[keep], alive[keep]
+    with model.packing() if packs(device, model.dtype) else nullcontext():
+        for t in range(T):
+            if t % SPAN == 0:
+                cache.grow(min(T, t + SPAN))
+                replay = None
+            if device.type == "cuda" and t > 0:  # the first step runs as it is: it warms the libraries up
+                replay = replay or capture(step)
+                replay()
+            else:
+                step()
+            if (t + 1) % LOOK == 0 or t + 1 == T:
+                living = alive.view(B, -1)  # (B, G)
+                groups, width = living.any(1), int(living.sum(1).max())
+                if width == 0:
+                    break
+                if int(groups.sum()) * width <= 0.75 * len(rows):  # leave only groups and rows that go on, rectangular
+                    members = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
+                    keep = (groups.nonzero() * living.shape[1] + members).flatten()
+                    cache.select(groups, members)
+                    prompt, B, replay = prompt.select(groups), len(members), None
+                    rows, current, alive = rows[keep], current[keep], alive[keep]
 
     ended = tokens == eos
     mask = ended.cumsum(1) - ended.long() == 0  # up to the first end token
