@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from folder import fetch, read_weights
-from machine import pack, packed_product
+from machine import pack, packed_product, packs
 from tokenizer import LoadError, Tokenizer, has_tokenizer, read_json
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
@@ -211,9 +211,10 @@ class GPT(nn.Module):
 
     @contextmanager
     def packing(self):
-        """For decoding on a CPU in bf16: matrices that lie as oneDNN reads them, instead of being packed at each token,
-        and GELU as part of a product."""
-        layers = [layer for layer in self.modules() if isinstance(layer, Linear | GPT)]
+        """For decoding on a CPU in bf16: matrices that lie as oneDNN reads them, not packed at each token, and GELU as
+        part of a product. Elsewhere nothing changes."""
+        here = packs(self.wte.weight.device, self.dtype)
+        layers = [layer for layer in self.modules() if here and isinstance(layer, Linear | GPT)]
         for layer in layers:
             weight = self.unembedding() if layer is self else layer.weight
             layer.packed = pack(weight.to(self.dtype))

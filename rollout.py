@@ -5,12 +5,9 @@ Rows that have ended leave the batch. The host looks at the device only every LO
 """
 
 import math
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-
-from machine import packs
 
 LOOK = 8  # steps between two looks at who has finished
 SPAN = 16  # tokens by which the cache grows; on CUDA each size is a captured graph of its own
@@ -145,7 +142,7 @@ def generate(
         at.add_(1)
 
     replay = None
-    with model.packing() if packs(device, model.dtype) else nullcontext():
+    with model.packing():
         for t in range(T):
             if t % SPAN == 0:
                 cache.grow(min(T, t + SPAN))
