@@ -50,7 +50,7 @@ class Prompt:
     keys: list  # one (B, H, P, D) for each layer
     values: list
     lengths: torch.Tensor  # (B,) tokens before the last one
-    bias: torch.Tensor | None  # (B, 1, 1, P), 0 on a prompt's tokens, -inf on its padding; None where there is none
+    bias: torch.Tensor | None  # (B, 1, 1, P), 0 on a prompt's tokens, -inf on its padding; None: nothing to add
 
     def select(self, groups):
         """The prompts of some groups only."""
@@ -60,7 +60,7 @@ class Prompt:
     def to(self, dtype):
         """In `dtype` and contiguous, as decoding reads it at every step."""
         keys, values = ([t.to(dtype).contiguous() for t in layers] for layers in (self.keys, self.values))
-        return Prompt(keys, values, self.lengths, self.bias)
+        return Prompt(keys, values, self.lengths, self.bias if self.bias.is_cuda or self.bias.any() else None)
 
 
 class Linear(nn.Linear):
@@ -87,51 +87,54 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, bias, prompt, prompt_bias, cache, at):
-        (N, S, C), H = x.shape, self.n_head
+    def forward(self, x, bias, prompt, cache, at):
+        N, S, C = x.shape
         if prompt is None:
-            q, k, v = self.c_attn(x).view(N, S, 3, H, C // H).permute(2, 0, 3, 1, 4)  # each (N, H, S, D)
-            return self.c_proj(attend(q, k, v).transpose(1, 2).reshape(N, S, C)), (k, v)
+            q, k, v = self.project(x, N).squeeze(3)  # (N, H, S, D)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if q.is_cuda else attend(q, k, v, bias)
+            return self.c_proj(y.transpose(1, 2).reshape(N, S, C)), (k, v)
         B = len(prompt[0])
-        q, k, v = own = self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)  # (B, H, G, S, D)
-        if cache is not None:  # decoding: S = 1, this token's place in the cache is `at`
+        q, k, v = own = self.project(x, B)  # (B, H, G, S, D)
+        if cache is None:
+            shared = (t[:, :, None].expand(-1, -1, N // B, -1, -1) for t in prompt[:2])
+            y = attend(q, *(torch.cat(pair, 3) for pair in zip(shared, (k, v))), bias)  # to P + S keys
+        else:  # decoding: S = 1, this token's place in the cache is `at`
             for store, new in zip(cache, (k, v)):
                 if store.is_cuda:  # a captured step finds the place by itself
                     store.index_copy_(3, at, new.to(store.dtype))
                 else:  # in half the time
                     store.narrow(3, int(at), 1).copy_(new)
-            k, v = cache
-        y = attend_shared(q.to(k.dtype), k, v, bias, *prompt, prompt_bias)
+            y = attend_shared(q.to(store.dtype, memory_format=torch.contiguous_format), *cache, bias, *prompt)
         return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), own[1:]
 
+    def project(self, x, B):
+        """Queries, keys and values of the rows of B groups: (3, B, H, G, S, D)."""
+        (N, S, C), H = x.shape, self.n_head
+        return self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)
 
-def attend(q, k, v):
-    """Causal attention of rows (N, H, S, D) to themselves."""
-    if q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    S, D = q.shape[-2:]  # on CPU written out: in bf16 and with gradients 1.5 times as fast as the fused kernel
-    bias = torch.full((S, S), -math.inf, dtype=q.dtype).triu_(1)
-    return (q * D**-0.5 @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+
+def attend(q, k, v, bias):
+    """Queries (…, S, D) to keys (…, K, D), written out: on CPU in bf16 1.5 times as fast as the fused kernel."""
+    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # (…, S, K)
+    scores += bias.to(scores.dtype)
+    return scores.softmax(-1) @ v
 
 
 def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """Attention of the rows' queries (B, H, G, S, D) to their own keys (B, H, G, K, D) and to their group's prompt
-    (B, H, P, D), one softmax.
+    """A token of each row (B, H, G, 1, D) to its own row's keys (B, H, G, K, D) and its group's prompt (B, H, P, D).
 
-    The G rows of a group are G·S queries to one prompt, one matrix product: a prompt is read once for its group, never
-    copied for each row; in training its gradient is the sum over the group by itself.
+    The G rows of a group are G queries to one prompt, one matrix product: decoding reads more than it computes, so a
+    prompt is read once for its group, never copied for each row.
     """
-    (B, H, G, S, D), P = q.shape, prompt_k.shape[2]
-    q = (q * D**-0.5).reshape(B, H, G * S, D)
-    to_prompt = q @ prompt_k.transpose(-1, -2)  # (B, H, G·S, P)
+    q = q * q.shape[-1] ** -0.5
+    to_prompt = q[:, :, :, 0] @ prompt_k.transpose(-1, -2)  # (B, H, G, P)
     if prompt_bias is not None:
         to_prompt += prompt_bias.to(to_prompt.dtype)
-    to_own = q.view(B, H, G, S, D) @ k.transpose(-1, -2)  # (B, H, G, S, K)
+    to_own = q @ k.transpose(-1, -2)  # (B, H, G, 1, K)
     to_own += bias.to(to_own.dtype)
-    weights = torch.cat([to_prompt.view(B, H, G, S, P), to_own], -1).softmax(-1)
-    to_prompt, to_own = weights.split([P, k.shape[3]], -1)  # two slices would each have a gradient of the whole's size
-    from_prompt = to_prompt.reshape(B, H, G * S, P) @ prompt_v
-    return from_prompt.view(B, H, G, S, D) + to_own @ v
+    weights = torch.cat([to_prompt[:, :, :, None], to_own], -1).softmax(-1)
+    to_prompt, to_own = weights.split([prompt_k.shape[2], k.shape[3]], -1)
+    return (to_prompt[:, :, :, 0] @ prompt_v)[:, :, :, None] + to_own @ v
 
 
 class Block(nn.Module):
@@ -205,6 +208,11 @@ class GPT(nn.Module):
                 layer.to(dtype)
         unembedding = self.wte.weight.detach().to(dtype)
         twin.unembedding = lambda: unembedding
+
+        def recast(*_):  # after other weights have been loaded
+            unembedding.copy_(twin.wte.weight)
+
+        twin.register_load_state_dict_post_hook(recast)
         if "tokenizer" in self.__dict__:
             twin.tokenizer = self.tokenizer
         return twin.use(dtype).requires_grad_(False)
@@ -224,35 +232,39 @@ class GPT(nn.Module):
             for layer in layers:
                 layer.packed = None
 
-    def trunk(self, tokens, prompt=None, cache=None, at=None):
-        """Hidden states (N, S, C) and each layer's keys and values of `tokens`."""
+    def trunk(self, tokens, prompt=None, cache=None, at=None, keys_only=False):
+        """Hidden states (N, S, C) and each layer's keys and values of `tokens`; or these alone, and no states."""
         (N, S), device = tokens.shape, tokens.device
         positions = torch.arange(S, device=device) if at is None else at  # (S,)
-        bias = prompt_bias = None
+        own = torch.arange(S if cache is None else cache.keys[0].shape[3], device=device)
+        bias = torch.zeros(S, len(own), device=device).masked_fill_(own > positions[:, None], -math.inf)
         if prompt is not None:
-            own = torch.arange(S if cache is None else cache.keys[0].shape[3], device=device)
-            bias = torch.zeros(S, len(own), device=device).masked_fill_(own > positions[:, None], -math.inf)
-            prompt_bias = prompt.bias
-            positions = prompt.lengths.repeat_interleave(N // len(prompt.lengths))[:, None] + positions  # (N, S)
+            B = len(prompt.lengths)
+            positions = prompt.lengths.repeat_interleave(N // B)[:, None] + positions  # (N, S)
+            if cache is None:  # (B, 1, 1, S, P + S)
+                bias = torch.cat([prompt.bias[:, None].expand(B, 1, 1, S, -1), bias.expand(B, 1, 1, S, S)], -1)
         x = self.wte(tokens) + self.wpe(positions)
         keys, values = [], []
         for i, block in enumerate(self.h):
-            shared = (prompt.keys[i], prompt.values[i]) if prompt is not None else None
+            shared = (prompt.keys[i], prompt.values[i], prompt.bias) if prompt is not None else None
             stored = (cache.keys[i], cache.values[i]) if cache is not None else None
-            x, (k, v) = block(x, bias, shared, prompt_bias, stored, at)
+            if keys_only and block is self.h[-1]:  # nobody reads the rest of it
+                x, (_, k, v) = None, block.attn.project(block.ln_1(x), N).squeeze(3)
+            else:
+                x, (k, v) = block(x, bias, shared, stored, at)
             keys.append(k)
             values.append(v)
-        return self.ln_f(x), keys, values
+        return x if keys_only else self.ln_f(x), keys, values
 
     def prefill(self, tokens, lengths):
         """The shared part of B prompts: tokens (B, P) padded on the right, lengths (B,) with the last token counted.
 
         Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
         """
-        _, keys, values = self.trunk(tokens[:, :-1])
+        _, keys, values = self.trunk(tokens[:, :-1], keys_only=True)
         padding = torch.arange(tokens.shape[1] - 1, device=tokens.device) >= lengths[:, None] - 1  # (B, P - 1)
         bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
-        return Prompt(keys, values, lengths - 1, bias if tokens.is_cuda or padding.any() else None)
+        return Prompt(keys, values, lengths - 1, bias)
 
     def score(self, tokens, lengths, completions):
         """Logits (N, T, V) for each token of `completions` (N, T), whose groups share the prompts `tokens` (B, P)."""
@@ -273,9 +285,8 @@ class GPT(nn.Module):
             name = name.removeprefix("transformer.")
             if name.endswith((".attn.bias", ".attn.masked_bias")):
                 continue  # causal masks that old versions of transformers stored
-            if name.endswith(TRANSPOSED) and tensor.ndim == 2:
-                tensor = tensor.t()
-            found[name] = tensor.float().contiguous()
+            turned = tensor.t() if name.endswith(TRANSPOSED) and tensor.ndim == 2 else tensor
+            found[name] = turned.float().contiguous()
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
             raise LoadError(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")

@@ -238,8 +238,9 @@ def build():
     for name, p in model.named_parameters():
         p.requires_grad_(TRAIN == "all" or ".mlp." in name or is_gain(name))
     reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE) if KL_COEF else None
-    if COMPILE:  # what training calls; decoding has its own captured graphs
-        model.score = torch.compile(model.score, dynamic=True)
+    if COMPILE:  # what training calls, of both, as compiled they round otherwise; decoding has its own captured graphs
+        for each in filter(None, (model, reference)):
+            each.score = torch.compile(each.score, dynamic=True)
     return model, reference, optimizer_for(model)
 
 
@@ -341,7 +342,7 @@ def main():
         elif snapshot and not metrics["skipped"]:
             state["good"] = snapshot  # its completions and their KL have just been seen to be sound
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
-            reference = copy.deepcopy(model).to(REF_DEVICE).cast(DTYPE)
+            reference.load_state_dict(model.state_dict())
 
         # Held-out skill, a checkpoint, the end
         state["step"], last = step + 1, step + 1 == STEPS

@@ -61,6 +61,22 @@ def test_a_run_goes_on_with_the_settings_of_today(byte_model, tmp_path):
     assert torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"]) and weight.grad.any()
 
 
+def test_a_reference_that_has_moved_comes_back_whole(byte_model, tmp_path):
+    moved, start = (copy.deepcopy(byte_model) for _ in range(2))
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(1.1)
+    moved, start = moved.cast(torch.bfloat16), start.cast(torch.bfloat16)
+    optimizer = torch.optim.AdamW(byte_model.parameters())
+    good = byte_model.state_dict(), optimizer.state_dict()
+    state = {**TRAINER, "optimizer": good[1], "good": good, "step": 1, "reference": moved.state_dict()}
+    checkpoint.save(tmp_path, byte_model, state, 1)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert not torch.equal(start(tokens), moved(tokens))
+    checkpoint.resume(tmp_path, byte_model, optimizer, start, {}, lambda _: None)
+    assert torch.equal(start(tokens), moved(tokens))
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json", "config.json"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
 def test_damage_is_named_and_the_one_before_is_taken(byte_model, tmp_path, file, damage):

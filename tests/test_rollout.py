@@ -44,7 +44,9 @@ def test_greedy_equals_transformers_and_the_uncached_forward(hf_model, model, mo
     new, G = 40, 2
     eos = common_token(model, PROMPTS, new)
     batch_sizes, trunk = [], model.trunk
-    monkeypatch.setattr(model, "trunk", lambda tokens, *a: batch_sizes.append(len(tokens)) or trunk(tokens, *a))
+    monkeypatch.setattr(
+        model, "trunk", lambda tokens, *a, **k: batch_sizes.append(len(tokens)) or trunk(tokens, *a, **k)
+    )
     out = generate(model, PROMPTS, G, new, temperature=0, eos=eos)
     assert batch_sizes[0] == len(PROMPTS)  # a prompt is prefilled once for its group
     assert batch_sizes[1] == G * len(PROMPTS) and batch_sizes[-1] < batch_sizes[1]  # finished rows are gone

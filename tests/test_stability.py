@@ -228,6 +228,19 @@ def test_kl_explosion_by_another_reference(policy, start, positions):
     assert abs(metrics["kl"]) < 1e-7 and metrics["ratio_min"] == metrics["ratio_max"] == 1  # policy = reference
 
 
+def test_kl_explosion_by_a_compiled_policy(positions, monkeypatch):
+    """What torch.compile makes of the policy rounds otherwise, so its reference has to be compiled like it."""
+    monkeypatch.setattr(torch, "compile", lambda score, dynamic: lambda *batch: score(*batch) * 1.01)
+    monkeypatch.setattr(train, "COMPILE", True)
+    monkeypatch.setattr(train, "DTYPE", "bfloat16")  # in fp32 sampling and training may not differ by so much
+    policy, reference, _ = train.build()
+    batches, graded = sampled(policy, positions)
+    train.first_look(policy, reference, batches, graded)
+    del reference.score  # as it was before it was compiled
+    with pytest.raises(SystemExit, match="reference is not the start model"):
+        train.first_look(policy, reference, batches, graded)
+
+
 def test_kl_explosion_by_tokens_made_again_from_text(policy, start, positions):
     batches, graded = sampled(policy, positions)
     shifted = [b._replace(tokens=b.tokens.roll(1, 1)) for b in batches]  # as when a leading space is lost

@@ -115,7 +115,8 @@ def steps(model, kl, samples=None, random_rewards=True):
     references = {dtype: copy.deepcopy(model).cast(dtype) if kl else None for dtype in DTYPES.values()}
     optimizer = train.optimizer_for(model)
     if train.COMPILE:
-        model.score = torch.compile(model.score, dynamic=True)
+        for each in filter(None, (model, *references.values())):
+            each.score = torch.compile(each.score, dynamic=True)
 
     def run(dtype, i, samples=samples):
         train.DTYPE = dtype
