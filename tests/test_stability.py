@@ -241,6 +241,29 @@ def test_kl_explosion_by_a_compiled_policy(positions, monkeypatch):
         train.first_look(policy, reference, batches, graded)
 
 
+@pytest.mark.slow
+def test_a_compiled_policy_is_its_reference_and_compiles_no_more(positions, monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, 384, 32, 1, 2, eos_token_id=256, chess_format="expanded"))
+    model.tokenizer = Tokenizer.of_bytes()
+    model.save(tmp_path / "random")
+    changes = dict(MODEL=str(tmp_path / "random"), DTYPE="bfloat16", COMPILE=True, MICROBATCH_TOKENS=65536)
+    changes |= dict(BATCH_POSITIONS=60, TASKS={"P: ": 40, "A: ": 48})  # what is smaller is compiled apart on CPU
+    for name, value in changes.items():
+        monkeypatch.setattr(train, name, value)
+    policy, reference, optimizer = train.build()
+    batches, graphs = sampled(policy, positions)[0], []
+    with torch.no_grad():
+        for batch in batches:
+            assert torch.equal(train.forward(policy, batch)[0], train.forward(reference, batch)[0])
+    for step, count in enumerate((76, 68, 84, 60)):
+        assert not train.update(policy, reference, optimizer, batches, 0.05)["skipped"]
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        monkeypatch.setattr(train, "BATCH_POSITIONS", count)
+        batches = sampled(policy, positions, step)[0]
+    assert graphs[0] == graphs[-1] > 0
+
+
 def test_kl_explosion_by_tokens_made_again_from_text(policy, start, positions):
     batches, graded = sampled(policy, positions)
     shifted = [b._replace(tokens=b.tokens.roll(1, 1)) for b in batches]  # as when a leading space is lost
