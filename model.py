@@ -58,8 +58,9 @@ class Prompt:
         return Prompt(keys, values, self.lengths[groups], None if self.bias is None else self.bias[groups])
 
     def to(self, dtype):
-        """In `dtype` and contiguous, as decoding reads it at every step."""
-        keys, values = ([t.to(dtype).contiguous() for t in layers] for layers in (self.keys, self.values))
+        """In `dtype`, and lying as decoding's products read it at every step."""
+        keys = [k.to(dtype).mT.contiguous().mT for k in self.keys]
+        values = [v.to(dtype).contiguous() for v in self.values]
         return Prompt(keys, values, self.lengths, self.bias if self.bias.is_cuda or self.bias.any() else None)
 
 

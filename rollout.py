@@ -111,9 +111,8 @@ def generate(
             f"a prompt of {prompt_tokens.shape[1]} tokens and {T} new ones exceed the model's "
             f"{model.config.n_positions} positions; shorten the prompts or lower the limit of new tokens."
         )
-    prompt = model.prefill(prompt_tokens, lengths)
     dtype = torch.float32 if device.type == "cpu" else model.dtype  # on CPU small products are faster in fp32
-    prompt, cache = prompt.to(dtype), Cache(model.config, B, group_size, T, device, dtype)
+    cache = Cache(model.config, B, group_size, T, device, dtype)
     if noise is None:
         noise = torch.rand(N, T, device=device, generator=generator)
     tokens = torch.full((N, T), max(eos, 0), device=device)
@@ -143,6 +142,7 @@ def generate(
 
     replay = None
     with model.packing():
+        prompt = model.prefill(prompt_tokens, lengths).to(dtype)
         for t in range(T):
             if t % SPAN == 0:
                 cache.grow(min(T, t + SPAN))

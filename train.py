@@ -27,7 +27,7 @@ from engine import LiveLabels
 from machine import fastest_dtype, prepare
 from model import GPT, is_gain
 from monitor import begin, diagnose, measured, parts_by_task, peak_memory, progress_line, show
-from parallel import RANK, WORLD, collect, gather, total
+from parallel import RANK, WORLD, collect, gather, total, total_gradients
 from rollout import distribution, pad_prompts
 from settings import INSTEAD, finish, refuse, setting, values
 from skill import ask, look, mean_parts, sample_and_grade, table
@@ -188,8 +188,7 @@ def update(model, reference, optimizer, batches, kl_coef):
             losses[-1] += loss.detach()
             stats.append(stat)
         # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
-        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
-            total(grad)
+        total_gradients(model.parameters())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
         if math.isfinite(norms[-1]) and math.isfinite(total(losses[-1])):
             optimizer.step()

@@ -1,16 +1,19 @@
 """tools/bench.py and tools/limits.py: the counting against PyTorch's own counter, and what a small run reports."""
 
 import json
+import os
 import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import parallel
 import train
 from model import GPT, GPTConfig
 from rollout import generate, pad_prompts
 from tools import bench, limits, peers
+from tools.team import Team
 
 CONFIG = GPTConfig(97, 160, 64, 3, 4, eos_token_id=96)
 
@@ -112,6 +115,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(bench, "GROWTH", {"group": (2, 4), "prompts": (2, 4), "new": (3, 6)})
     monkeypatch.setattr(bench, "GROWS", some["W4"]._replace(kl=0.0))
     monkeypatch.setattr(bench, "CUDA", False)
+    monkeypatch.setattr(bench, "PROCESSES", 1)
     for name, value in {"DEVICE": "cpu", "REF_DEVICE": "cpu", "COMPILE": False}.items():
         monkeypatch.setattr(train, name, value)
     return some
@@ -161,6 +165,46 @@ def test_ratios_are_medians_of_pairs(tiny, found, monkeypatch):
     assert r["transformers"] == {peers.DEFAULT: 6.0}  # the better of the two after the first
     row = r["ours"]["float32"]
     assert row["times_as_fast"] == {peers.DEFAULT: 3.0} and row["of_limit"] == 0.5 and row["seconds"] == 2.0
+
+
+def report_for_duty(pipe, seconds):
+    """A member of a team that takes a second longer than the one before."""
+    while True:
+        (i,) = pipe.recv()
+        pipe.send({"world": parallel.WORLD, "late": parallel.RANK * seconds, "asked": i})
+
+
+def test_a_team_is_as_fast_as_its_slowest_member():
+    team = Team(2, report_for_duty, 0.5)
+    assert team.ask(7) == {"world": 2, "late": 0.5, "asked": 7} and team.ask(8)["asked"] == 8
+    team.dismiss()
+    assert not any(process.is_alive() for process, _ in team.members)
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_workload(tiny, found, monkeypatch):
+    monkeypatch.setattr(bench, "PROCESSES", 2)
+    rows = {"float32", "bfloat16", "float32, 2 processes", "bfloat16, 2 processes"}
+    for w, peer in ((tiny["W1"], {peers.DEFAULT, f"{peers.DEFAULT}, 2 processes"}), (tiny["W4"], set())):
+        r = bench.measure(w, found, 2)
+        assert set(r["ours"]) == rows and peer <= set(r["others"])
+        for name, row in r["ours"].items():
+            assert len(row["all_seconds"]) == 2 and 0 < row["of_limit"] < 1
+            assert all(s > 0 for s in row["halves"].values()) and ("phases" in row) == ("processes" not in name)
+            assert peer <= set(row["times_as_fast"])
+        bench.show("W", r)
+
+
+def test_the_processes_of_a_workload_have_different_prompts(tiny, found, monkeypatch):
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(parallel, "RANK", rank)
+        monkeypatch.setattr(parallel, "WORLD", 2)
+        shares.append(bench.start(tiny["W1"]._replace(prompts=5), found)[2])
+    monkeypatch.undo()
+    whole = bench.start(tiny["W1"]._replace(prompts=5), found)[2]
+    assert shares == [whole[::2], whole[1::2]] and len(whole) == 5
 
 
 def test_peers_complete_the_same_prompts_with_the_same_weights(model, monkeypatch):

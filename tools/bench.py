@@ -2,12 +2,14 @@
 
 python -m tools.bench [rollout|step|run|growth|all|W1|W2|W3|W4] [--json OUT] [--runs 5]
 W1 to W4 have random weights and fixed seeds, and nothing ends early, so every run does the same work. In each round the
-limit, the project and the others take turns; a ratio is the median of the rounds' ratios. `run` is the default run by
-phase, `growth` what more completions, prompts and tokens cost. What the limit counts: tools/limits.py.
+limit, the project and the others take turns; a ratio is the median of the rounds' ratios. On CPU they also work in two
+processes with half of the threads each, as ./train.sh does. `run` is the default run by phase, `growth` what more
+completions, prompts and tokens cost. What the limit counts: tools/limits.py.
 """
 
 import argparse
 import copy
+import functools
 import json
 import random
 import time
@@ -21,6 +23,7 @@ from unittest import mock
 import torch
 
 import data
+import parallel
 import rollout
 import skill
 import tasks
@@ -30,9 +33,11 @@ from model import GPT, GPTConfig
 from monitor import describe, peak_memory
 from tokenizer import Tokenizer
 from tools import limits, peers, replace
+from tools.team import Team
 
 CUDA = train.DEVICE == "cuda"
 DTYPES = {"bfloat16": torch.bfloat16} if CUDA else {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROCESSES, WARM_UP = 1 if CUDA else 2, 2  # of the rows `, 2 processes`; runs that do not count
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 
 
@@ -96,9 +101,8 @@ def build(w, found):
     return model, [tasks.policy_sample(p, "rookworld") for p in found[: w.prompts]]
 
 
-def rollouts(w, model, samples):
+def rollouts(w, model, prompts):
     """A function of (dtype, number of the run) that samples once: {"rollout": seconds}."""
-    prompts = [model.tokenizer.encode(sample.prompt) for sample in samples]
     twins = {dtype: model.cast(dtype) for dtype in DTYPES.values()}
 
     def run(dtype, i):
@@ -134,14 +138,34 @@ def steps(model, kl, samples=None, random_rewards=True):
 
 
 def start(w, found):
-    """(the function to be timed, the model, its prompts as tokens) of a workload."""
+    """(the function to be timed, the model, this process's prompts as tokens) of a workload."""
     model, samples = build(w, found)
-    prompts = [model.tokenizer.encode(sample.prompt) for sample in samples]
+    prompts = [model.tokenizer.encode(sample.prompt) for sample in samples[parallel.RANK :: parallel.WORLD]]
     if w.kl is None:
-        return rollouts(w, model, samples), model, prompts
+        return rollouts(w, model, prompts), model, prompts
     train.BATCH_POSITIONS, train.GROUP_SIZE, train.KL_COEF, train.ENTROPY_COEF = w.prompts, w.group, w.kl, 0.0
     train.TASKS = dict.fromkeys(train.TASKS, w.new)
     return steps(model, w.kl, samples), model, prompts
+
+
+def member(pipe, w):
+    """One of the processes that do a workload together: does what it is asked for, ours or of transformers."""
+    parallel.start(train.DEVICE)
+    prepare()
+    run, model, prompts = start(w, positions())
+    others = peers.generate(model, prompts, w.group, w.new, train.DEVICE) if w.kl is None else {}
+    while True:
+        name, i = pipe.recv()
+        pipe.send({"generate": others[name](i)} if name in others else run(DTYPES[name], i))
+
+
+def contestants(w, run):
+    """The project's side: {row: (dtype, a function of the number of the run that gives seconds)}, and the team."""
+    team = Team(PROCESSES, member, w) if PROCESSES > 1 else None
+    rows = {name: (name, functools.partial(run, dtype)) for name, dtype in DTYPES.items()}
+    if team:
+        rows |= {f"{name}, {PROCESSES} processes": (name, functools.partial(team.ask, name)) for name in DTYPES}
+    return rows, team
 
 
 @contextmanager
@@ -203,30 +227,41 @@ def watch(run, found, count, steps, warm=20):
 
 def measure(w, found, runs):
     run, model, prompts = start(w, found)
+    rows, team = contestants(w, run)
     lengths, count = [len(p) for p in prompts], sum(p.numel() for p in model.parameters())
     result, work = {**w._asdict(), "config": vars(w.config), "runs": runs, "ours": {}}, {}
-    for name, dtype in DTYPES.items():
-        work[name] = limits.parts(w.config, count, lengths, w.group, w.new, dtype.itemsize, bool(w.kl))
-        if w.kl is None:
-            work[name] = {"rollout": work[name]["rollout"]}
-        run(dtype, 0)  # warms up
-        row = {"peak_memory_gb": peak(lambda dtype=dtype: run(dtype, 1))}
-        with phases(ROLLOUT_PHASES if w.kl is None else STEP_PHASES) as spent:
-            run(dtype, 2)
-        result["ours"][name] = row | {"phases": spent}
+    for name, (dtype, once) in rows.items():
+        least = limits.parts(w.config, count, lengths, w.group, w.new, DTYPES[dtype].itemsize, bool(w.kl))
+        work[name] = {part: least[part] for part in (("rollout",) if w.kl is None else least)}
+        for i in range(WARM_UP):
+            once(i)
+        result["ours"][name] = row = {}
+        if name == dtype:  # in this process, so it can be looked at
+            row["peak_memory_gb"] = peak(lambda once=once: once(3))
+            with phases(ROLLOUT_PHASES if w.kl is None else STEP_PHASES) as row["phases"]:
+                once(4)
     runners = peers.generate(model, prompts, w.group, w.new, train.DEVICE) if w.kl is None else {}
     result["transformers"] = looked = {setting: peers.look(peer) for setting, peer in runners.items()}
     timed = {setting: seconds for setting, seconds in looked.items() if not isinstance(seconds, str)}
     others = {setting: runners[setting] for setting in timed if setting in (min(timed, key=timed.get), peers.DEFAULT)}
+    for setting in list(others) if team else []:
+        together = f"{setting}, {PROCESSES} processes"
+        others[together] = lambda i, setting=setting: team.ask(setting, i)["generate"]
+        looked[together] = peers.look(others[together])
 
     rounds = []
     for i in range(runs):
+        limit = {
+            name: limits.seconds(w.config, work[name], w.prompts * w.group, w.new, dtype, train.DEVICE)
+            for name, dtype in DTYPES.items()
+        }
         ours = {}
-        for name, dtype in DTYPES.items():
-            least, rates = limits.seconds(w.config, work[name], w.prompts * w.group, w.new, dtype, train.DEVICE)
-            halves = run(dtype, 10 + i)
+        for name, (dtype, once) in rows.items():
+            (least, rates), halves = limit[dtype], once(10 + i)
             ours[name] = {"least": least, "rates": rates, "halves": halves, "seconds": sum(halves.values())}
         rounds.append((ours, {name: peer(i) for name, peer in others.items()}))
+    if team:
+        team.dismiss()
     for name, row in result["ours"].items():
         mine = [ours[name] for ours, _ in rounds]
         row["all_seconds"] = [r["seconds"] for r in mine]
@@ -254,10 +289,13 @@ def show(name, r):
     for dtype, row in r["ours"].items():
         low, high = min(row["all_seconds"]), max(row["all_seconds"])
         print(f"  {dtype:9} {row['seconds']:.3f} s ({low:.3f} to {high:.3f}), {row['of_limit']:.0%} of the limit, "
-              f"{row['tokens_per_second']:,.0f} tokens/s, peak {row['peak_memory_gb']:.2f} GB")  # fmt: skip
+              f"{row['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
         if "update_of_limit" in row:
             print(f"            the update alone: {row['update_of_limit']:.0%} of its limit")
-        print("            seconds by phase: " + ", ".join(f"{p} {s:.3f}" for p, s in row["phases"].items()))
+        if "phases" not in row:
+            continue
+        spent = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in row["phases"].items())
+        print(f"            peak memory {row['peak_memory_gb']:.2f} GB, seconds by phase: {spent}")
         for part, work in row["work"].items():
             flops, copied = (row["rates"][rate].get(part) for rate in ("flops_per_second", "bytes_per_second"))
             products = f"{work['flops'] / 1e9:.1f} GFLOP at {flops / 1e9:.0f} a second, " if flops else ""

@@ -33,7 +33,7 @@ GROUP, MIX, REFERENCE = 8, 0.25, True
 
 def weights(m):
     blocks, head = 12 * m.layers * m.width**2, m.vocabulary * m.width
-    return Record(blocks=blocks, head=head, all=blocks + head + m.positions * m.width, tensors=12 * m.layers + 4)
+    return Record(blocks=blocks, head=head, all=blocks + head + m.positions * m.width)
 
 
 def highest_of(n, mean, sd, limit=math.inf):
@@ -106,7 +106,7 @@ def step(prompts, world, cost, mended):
         "rollout": rollout(GPT2, TEXT, H100, prompts, world),
         "python": python(cost, TEXT, H100, prompts, world, not mended),
         "update": update(GPT2, TEXT, H100, prompts, world),
-        "all-reduce": all_reduce(4 * weights(GPT2).all, 1 if mended else weights(GPT2).tensors, H100, world),
+        "all-reduce": all_reduce(4 * weights(GPT2).all, 1, H100, world),
     }
     return parts | {"step": sum(parts.values())}
 
@@ -155,7 +155,7 @@ def check(found):
         said = predict("rollout", rollout, processes, threads)
         said += python(cost, text, machine, prompts // processes, processes, True)
         then = predict("update", update, processes, threads)
-        then += all_reduce(4 * weights(m).all, reduce["tensors"], machine, processes)
+        then += all_reduce(4 * weights(m).all, 1, machine, processes)
         off = (said + then) / (run["rollout"] + run["update"]) - 1
         print(f"| {processes} × {threads} | {said:.2f} | {run['rollout']:.2f} | {then:.2f} | {run['update']:.2f} | "
               f"{'taken from it' if processes == threads == 1 else f'{off:+.0%}'} |")  # fmt: skip
