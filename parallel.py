@@ -72,7 +72,7 @@ def total(tensor, how="sum"):
 
 
 def total_gradients(parameters):
-    """The sums of the gradients over all processes, in one call: many small ones take six times as long."""
+    """The sums of the gradients over all processes, in one call: many small ones take several times as long."""
     parameters = [p for p in parameters if WORLD > 1 and p.grad is not None]
     if parameters:
         sums = total(torch.cat([p.grad.flatten() for p in parameters]))
