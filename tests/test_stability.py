@@ -299,16 +299,15 @@ def inject(monkeypatch, stage, steps):
             next(iter(self.state.values()))["exp_avg"].fill_(math.nan)
         return step_of(self, *args)
 
-    def broken_gradient(tensor, how="sum"):
-        if stage == "gradient" and now["step"] in steps and tensor is not None and tensor.ndim == 2:
-            tensor[0, 0] = math.nan
-        return tensor
+    def broken_gradient(parameters):
+        if stage == "gradient" and now["step"] in steps:
+            next(p.grad for p in parameters if p.grad is not None)[0] = math.nan
 
     monkeypatch.setattr(train, "rollout", counted)
     monkeypatch.setattr(grpo, "policy_loss", broken_loss)
     monkeypatch.setattr(GPT, "score", broken_logits)
     monkeypatch.setattr(torch.optim.AdamW, "step", broken_optimizer)
-    monkeypatch.setattr(train, "total", broken_gradient)
+    monkeypatch.setattr(train, "total_gradients", broken_gradient)
 
 
 @pytest.mark.parametrize(
