@@ -1,9 +1,10 @@
-"""Model folders from strangers: found here or on the hub, their weights read without running any code."""
+"""Model folders from strangers: found here or on the hub, config checked, weights read without running any code."""
 
 import os
 import pickletools
 import re
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -80,3 +81,32 @@ def read_weights(folder):
             raise LoadError(f"{folder}/{name}: a dictionary of tensors is expected.")
         weights.update(tensors)
     return weights
+
+
+def read_config(folder, kind):
+    """config.json as a `kind`, the dataclass of a GPT-2's sizes, whose defaults stand for what is not there."""
+    content = read_json(folder / "config.json")
+    fixed = {
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "n_inner": (None, 4 * content["n_embd"] if isinstance(content.get("n_embd"), int) else None),
+        "chess_format": ("rookworld", "expanded"),
+    }
+    file = folder / "config.json"
+    for name, allowed in fixed.items():
+        if content.get(name, None if name == "model_type" else allowed[0]) not in allowed:
+            raise LoadError(f"{file}: {name} is {content.get(name)!r}, but only {allowed[0]!r} is built here.")
+    defaults = asdict(kind())
+    values = {name: content.get(name, default) for name, default in defaults.items()}
+    for name, value in values.items():
+        if type(value) is not type(defaults[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**24):
+            raise LoadError(f"{file}: {name} is {value!r}, which no GPT-2 has.")
+    config = kind(**values)
+    if min(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head) < 1:
+        raise LoadError(f"{file}: a size is 0; every size of a GPT-2 is at least 1.")
+    if config.n_embd % config.n_head:
+        raise LoadError(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
+    return config

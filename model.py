@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from folder import fetch, read_weights
+from folder import fetch, read_config, read_weights
 from machine import pack, packed_product, packs
-from tokenizer import LoadError, Tokenizer, has_tokenizer, read_json
+from tokenizer import LoadError, Tokenizer, has_tokenizer
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
@@ -276,7 +276,7 @@ class GPT(nn.Module):
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
         folder = fetch(source)
-        config, weights = read_config(folder), read_weights(folder)
+        config, weights = read_config(folder, GPTConfig), read_weights(folder)
         if config.n_layer > len(weights):  # a stranger's millions of layers would take hours to build
             raise LoadError(f"{folder}: config.json asks for {config.n_layer} layers, the weights have fewer tensors.")
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
@@ -351,31 +351,3 @@ class GPT(nn.Module):
 
 def is_gain(name):
     return "ln_" in name and name.endswith(".weight")
-
-
-def read_config(folder):
-    content = read_json(folder / "config.json")
-    fixed = {
-        "model_type": ("gpt2",),
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "n_inner": (None, 4 * content["n_embd"] if isinstance(content.get("n_embd"), int) else None),
-        "chess_format": ("rookworld", "expanded"),
-    }
-    file = folder / "config.json"
-    for name, allowed in fixed.items():
-        if content.get(name, None if name == "model_type" else allowed[0]) not in allowed:
-            raise LoadError(f"{file}: {name} is {content.get(name)!r}, but only {allowed[0]!r} is built here.")
-    defaults = asdict(GPTConfig())
-    values = {name: content.get(name, default) for name, default in defaults.items()}
-    for name, value in values.items():
-        if type(value) is not type(defaults[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**24):
-            raise LoadError(f"{file}: {name} is {value!r}, which no GPT-2 has.")
-    config = GPTConfig(**values)
-    if min(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head) < 1:
-        raise LoadError(f"{file}: a size is 0; every size of a GPT-2 is at least 1.")
-    if config.n_embd % config.n_head:
-        raise LoadError(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
-    return config

@@ -73,11 +73,12 @@ def total(tensor, how="sum"):
 
 def total_gradients(parameters):
     """The sums of the gradients over all processes, in one call: many small ones take several times as long."""
-    parameters = [p for p in parameters if WORLD > 1 and p.grad is not None]
-    if parameters:
-        sums = total(torch.cat([p.grad.flatten() for p in parameters]))
-        for p, part in zip(parameters, sums.split([p.numel() for p in parameters])):
-            p.grad = part.view_as(p)
+    if WORLD == 1:
+        return
+    learning = [p for p in parameters if p.grad is not None]
+    sums = total(torch.cat([p.grad.flatten() for p in learning]))
+    for p, part in zip(learning, sums.split([p.numel() for p in learning])):
+        p.grad = part.view_as(p)
 
 
 def gather(tensor):

@@ -230,9 +230,10 @@ def measure(w, found, runs):
     rows, team = contestants(w, run)
     lengths, count = [len(p) for p in prompts], sum(p.numel() for p in model.parameters())
     result, work = {**w._asdict(), "config": vars(w.config), "runs": runs, "ours": {}}, {}
+    for name, dtype in DTYPES.items():
+        parts = limits.parts(w.config, count, lengths, w.group, w.new, dtype.itemsize, bool(w.kl))
+        work[name] = {"rollout": parts["rollout"]} if w.kl is None else parts
     for name, (dtype, once) in rows.items():
-        least = limits.parts(w.config, count, lengths, w.group, w.new, DTYPES[dtype].itemsize, bool(w.kl))
-        work[name] = {part: least[part] for part in (("rollout",) if w.kl is None else least)}
         for i in range(WARM_UP):
             once(i)
         result["ours"][name] = row = {}
@@ -263,13 +264,13 @@ def measure(w, found, runs):
     if team:
         team.dismiss()
     for name, row in result["ours"].items():
-        mine = [ours[name] for ours, _ in rounds]
+        mine, needed = [ours[name] for ours, _ in rounds], work[rows[name][0]]
         row["all_seconds"] = [r["seconds"] for r in mine]
         row["seconds"] = median(row["all_seconds"])
         row["tokens_per_second"] = w.prompts * w.group * w.new / row["seconds"]
         row["halves"] = {half: median(r["halves"][half] for r in mine) for half in mine[0]["halves"]}
-        row["limit"] = {part: median(r["least"][part] for r in mine) for part in work[name]}
-        row["work"], row["rates"] = {part: p._asdict() for part, p in work[name].items()}, mine[-1]["rates"]
+        row["limit"] = {part: median(r["least"][part] for r in mine) for part in needed}
+        row["work"], row["rates"] = {part: p._asdict() for part, p in needed.items()}, mine[-1]["rates"]
         row["of_limit"] = median(sum(r["least"].values()) / r["seconds"] for r in mine)
         if w.kl is not None:
             row["update_of_limit"] = median(

@@ -5,18 +5,22 @@ import multiprocessing
 import os
 from unittest import mock
 
+import torch
+
 import parallel
 
 
 class Team:
-    """`size` processes that call work(pipe, *args), where they answer what they are asked, in seconds by part."""
+    """`size` processes with their share of the threads, which call work(pipe, *args) and answer there what they are
+    asked, in seconds by part."""
 
     def __init__(self, size, work, *args):
         spawn = multiprocessing.get_context("spawn")
         self.members = []
+        share = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
         for place in parallel.places(size) if size > 1 else [{}]:
             mine, theirs = spawn.Pipe()
-            with mock.patch.dict(os.environ, place):
+            with mock.patch.dict(os.environ, place | share):
                 process = spawn.Process(target=work, args=(theirs, *args), daemon=True)
                 process.start()
             theirs.close()

@@ -10,7 +10,6 @@ pairs warm up.
 import argparse
 import json
 import logging
-import os
 import sys
 import tempfile
 import warnings
@@ -42,8 +41,11 @@ SETTINGS = {  # model_init_kwargs, what GRPOConfig gets beyond what the work its
     "bfloat16 weights": (BF16, PLAIN, 1),
     "bfloat16 weights, 4 microbatches": (BF16, SPLIT, 1),
 }
-for name in ("default", "bfloat16 weights, 4 microbatches") if bench.PROCESSES > 1 else ():
-    SETTINGS[f"{name}, {bench.PROCESSES} processes"] = *SETTINGS[name][:2], bench.PROCESSES
+if bench.PROCESSES > 1:
+    SETTINGS |= {
+        f"{setting}, {bench.PROCESSES} processes": (*SETTINGS[setting][:2], bench.PROCESSES)
+        for setting in ("default", "bfloat16 weights, 4 microbatches")
+    }
 
 
 class OnCall(TrainerCallback):
@@ -64,9 +66,7 @@ class OnCall(TrainerCallback):
 
 
 def train_with_trl(pipe, workload, folder, setting):
-    """One of the processes of a trainer, with its share of the threads."""
-    if parallel.WORLD > 1:
-        torch.set_num_threads(max(1, os.cpu_count() // parallel.WORLD))
+    """One of the processes of a trainer."""
     prepare()
     be_quiet()
     w = bench.WORKLOADS[workload]
