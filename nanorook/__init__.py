@@ -1,0 +1,1 @@
+"""What the five files at the root stand on."""

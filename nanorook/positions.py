@@ -1,0 +1,370 @@
+"""Chess positions: read from files in six formats, mirrored, held out for evaluation, and moves to ask about.
+
+`load` recognises the format of each line by itself. A line that cannot be used is reported with its file, its line
+number and what was expected there.
+"""
+
+import gzip
+import io
+import itertools
+import re
+import sys
+import zlib
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import chess
+import chess.pgn
+
+
+class Position(NamedTuple):
+    fen: str
+    history: tuple  # up to ten recent moves (UCI), oldest first, that lead to the FEN
+    moves: tuple  # ((uci, centipawns), ...), best first, from the side to move's view; mate in n is ±(100000 - n)
+    asked: str | None = None  # a move to ask the environment about, if the source has one
+
+
+class DataError(ValueError):
+    """A file of positions cannot be used; the message is one sentence with file, line and what was expected."""
+
+
+BUILTIN = Path(__file__).parent.parent / "data" / "positions.txt.gz"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Boards with a dot for each empty square
+
+
+def expand_board(fen):
+    """The FEN with each empty square of its board written as a dot, so that a square always has the same place."""
+    board, space, rest = fen.partition(" ")
+    return re.sub(r"\d", lambda match: "." * int(match[0]), board) + space + rest
+
+
+def contract_board(fen):
+    """The usual FEN of one with dots; a FEN without dots is returned as it is."""
+    board, space, rest = fen.partition(" ")
+    return re.sub(r"\.+", lambda match: str(len(match[0])), board) + space + rest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mirrored positions (White and Black exchanged), and the boards that are held out
+
+
+def mirror_move(uci):
+    return uci[0] + str(9 - int(uci[1])) + uci[2] + str(9 - int(uci[3])) + uci[4:]
+
+
+def mirror_fen(fen):
+    board, turn, castling, en_passant, *counters = fen.split(" ")
+    board = "/".join(reversed(board.split("/"))).swapcase()
+    turn = "b" if turn == "w" else "w"
+    castling = "".join(sorted(castling.swapcase()))  # capitals first, as in KQkq
+    en_passant = en_passant if en_passant == "-" else en_passant[0] + str(9 - int(en_passant[1]))
+    return " ".join([board, turn, castling, en_passant, *counters])
+
+
+def mirror(position):
+    return Position(
+        mirror_fen(position.fen),
+        tuple(map(mirror_move, position.history)),
+        tuple((mirror_move(uci), cp) for uci, cp in position.moves),
+        position.asked and mirror_move(position.asked),
+    )
+
+
+def board_key(fen):
+    """Equal for positions that count as the same board: counters are ignored, and so is an exchange of the colours."""
+    fen = fen if fen.split(" ", 2)[1] == "w" else mirror_fen(fen)
+    return fen.rsplit(" ", 2)[0]
+
+
+def held_out(fen):
+    """Whether the board is one of the eleventh part that is never trained on. A hash of the board decides, so that a
+    board is on the same side in every file and in every run. Trained models rely on it: it must never change."""
+    return zlib.crc32(board_key(fen).encode()) % 11 == 0
+
+
+def split(positions):
+    """(train, held_out)"""
+    sides = [], []
+    for position in positions:
+        sides[held_out(position.fen)].append(position)
+    return sides
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines of text
+
+UCI = "[a-h][1-8][a-h][1-8][qrbn]?"
+CP = r"-?\d{1,7}"  # 99999 is a mate; the length is limited because int() and float() refuse very long numbers
+BOARD = r"[1-8.pnbrqkPNBRQK/]+ [wb] [-A-Ha-hKQkq]+ (?:-|[a-h][36])"  # the first four fields of a FEN
+OURS = re.compile(rf"({BOARD} \d+ \d+);((?:{UCI}(?: {UCI})*)?);((?:{UCI}:{CP}(?: {UCI}:{CP})*)?)")
+POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.\d+)?\s+)+)B: {UCI}")
+ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} ?)+)\+([^+]+)\+-?\d(?:\.\d+)?\+[01]\+[01]")
+FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
+
+EXPECTED = (
+    "a FEN, an EPD, 'FEN;recent moves;move:centipawns ...', 'P: FEN M: moves E: evaluations B: move' "
+    "or 'A: FEN+move+recent moves+next FEN+reward+terminated+truncated'"
+)
+VERIFIED_LINES = 5_000  # at the start of a file in our own format, see `read_lines`
+
+
+def write_position(position):
+    """The line of our own format."""
+    moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
+    return f"{position.fen};{' '.join(position.history)};{moves}"
+
+
+def split_moves(text):
+    """The moves in `text`. They are interned: half a million positions share a few thousand different strings."""
+    return tuple(map(sys.intern, text.split()))
+
+
+def read_position(line):
+    """The position of a line in our own format."""
+    match = OURS.fullmatch(line)
+    if not match:
+        raise ValueError("expected 'FEN;recent moves;move:centipawns ...'")
+    moves = []
+    for label in match[3].split():
+        uci, cp = label.split(":")
+        moves.append((sys.intern(uci), int(cp)))
+    fen = contract_board(match[1])
+    if fen.count("/") != 7 or fen.split(" ")[3] != "-":
+        # Some programs write an en passant square that no pawn can use. python-chess removes it, so that `held_out`
+        # hashes the same text; it also refuses a board without eight ranks.
+        fen = chess.Board(fen).fen()
+    return Position(fen, split_moves(match[2])[-10:], tuple(moves))
+
+
+def read_line(line):
+    """The position of a line in any of the formats."""
+    if match := POLICY.fullmatch(line):
+        moves, evals = split_moves(match[2]), match[3].split()
+        if len(moves) != len(evals):
+            raise ValueError(f"expected as many evaluations as moves, found {len(moves)} moves and {len(evals)}")
+        # Best first by evaluation. `B:` is ignored: for Black, the original data has the worst of the five there.
+        labels = sorted(zip(moves, (round(100 * float(e)) for e in evals)), key=lambda label: -label[1])
+        return Position(contract_board(match[1]), (), tuple(labels))
+    if match := ENVIRONMENT.fullmatch(line):
+        fen, asked, history, _ = match.groups()  # the next state is computed from the rules, not read from the line
+        if split_moves(history)[-1] != asked:
+            raise ValueError(f"expected the recent moves to end with the move, {asked}")
+        return Position(contract_board(fen), split_moves(history)[-10:-1], (), asked)
+    if match := FEN_OR_EPD.fullmatch(line):
+        return Position(contract_board(match[1]) + (match[2] or " 0 1"), (), ())
+    if not OURS.fullmatch(line):
+        raise ValueError(f"expected {EXPECTED}, found {line[:40]!r}")
+    return read_position(line)
+
+
+def verify(position):
+    """The position with its FEN as python-chess writes it; ValueError if it or one of its moves is illegal."""
+    board = chess.Board(position.fen)
+    if not board.is_valid():
+        raise ValueError(f"expected a position that chess allows, found {position.fen}")
+    moves = tuple((sys.intern(board.parse_uci(uci).uci()), cp) for uci, cp in position.moves)
+    if list(moves) != sorted(moves, key=lambda label: -label[1]) or len(dict(moves)) != len(moves):
+        raise ValueError("expected each move once, best first")
+    return position._replace(fen=board.fen(), moves=moves)
+
+
+def read_lines(lines):
+    """Yields (line number, positions or ValueError).
+
+    To verify a labelled line takes python-chess 80 microseconds, ten times what reading it takes. Lines in our own
+    format were written from verified positions, so only the first VERIFIED_LINES of a file are verified again. This
+    is enough to notice a file that another program wrote, and half a million lines load in seconds.
+    """
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            if number > VERIFIED_LINES and OURS.fullmatch(line):
+                yield number, [read_position(line)]
+            else:
+                yield number, [verify(read_line(line))]
+        except ValueError as error:
+            yield number, error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Games (PGN)
+
+
+class GameReader(chess.pgn.BaseVisitor):
+    """Collects the positions of a game's main line, each with the move that was played in it."""
+
+    def begin_game(self):
+        self.positions, self.history, self.error = [], (), None
+
+    def begin_variation(self):
+        return chess.pgn.SKIP
+
+    def visit_move(self, board, move):
+        if not self.positions and (type(board) is not chess.Board or board.chess960 or not board.is_valid()):
+            self.error = ValueError("expected a game of standard chess from a possible position")
+        if not move:
+            self.error = ValueError("expected moves, found a null move")
+        self.positions.append(Position(board.fen(), self.history[-10:], (), sys.intern(move.uci())))
+        self.history = (*self.history[-9:], self.positions[-1].asked)
+
+    def handle_error(self, error):
+        self.error = self.error or ValueError(f"expected a game without errors, found {error}")
+
+    def result(self):
+        return self.error or self.positions
+
+
+def read_games(text):
+    """Yields (line number, positions or ValueError) for each game of a PGN."""
+    file, line, counted = io.StringIO(text), 1, 0
+    while True:
+        start = file.tell()
+        try:
+            result = chess.pgn.read_game(file, Visitor=GameReader)
+        except ValueError as error:  # for example a number with thousands of digits
+            result = ValueError(f"expected a game that python-chess reads, found {error}")
+        if result is None:
+            return
+        start += len(text[start : file.tell()]) - len(text[start : file.tell()].lstrip())
+        line += text.count("\n", counted, start)
+        counted = start
+        yield line, result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+BAD_SHARE = 0.01  # of a file's lines (or of a PGN's games) may be unusable; with more of them, load refuses the file
+HUB_LINES = 100_000  # read from a dataset on the hub
+HUB_BAD_SHARE = 0.1  # RookWorld's data contains games that continue after an illegal move or the capture of a king
+
+
+def read_text(path):
+    try:
+        content = Path(path).read_bytes()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise DataError(f"{path}: the gzip file is damaged or cut short; make or fetch it again.")
+    except OSError as error:
+        raise DataError(f"{path}: expected a file of positions, but it cannot be read ({error.strerror}).")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {line}: expected text in UTF-8, found the byte 0x{content[error.start]:02x}.")
+
+
+def hub_lines(name):
+    """The first HUB_LINES of a dataset on the hub, from the `text` column of its first file of training data.
+
+    RookWorld's seven million lines are in random order, so the first ones are a fair sample; all of them would take
+    10 GB of memory.
+    """
+    first = "data/train-00000-of-*.parquet"
+    try:
+        from huggingface_hub import snapshot_download
+        from pyarrow.parquet import ParquetFile
+
+        files = list(Path(snapshot_download(name, repo_type="dataset", allow_patterns=first)).glob(first))
+        if not files:
+            raise FileNotFoundError(f"it has no {first}")
+        batches = ParquetFile(files[0]).iter_batches(columns=["text"])
+        return list(itertools.islice((line for batch in batches for line in batch["text"].to_pylist()), HUB_LINES))
+    except ImportError:
+        raise DataError(f"hub:{name} needs pyarrow to be read: pip install pyarrow.")
+    except Exception as error:  # offline, unknown, private, full disk: each raises another class
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"hub:{name}: the hub did not give the dataset: {type(error).__name__} {reason}")
+
+
+def load(source):
+    """The positions of `builtin`, of a file (text or PGN, gzipped or not), or of `hub:owner/dataset`."""
+    source, kind, bad_share = str(source), "line", BAD_SHARE
+    if source.startswith("hub:"):
+        entries, bad_share = read_lines(hub_lines(source[4:])), HUB_BAD_SHARE
+    else:
+        text = read_text(BUILTIN if source == "builtin" else source)
+        if text.lstrip().startswith("[") or re.search(r"\.pgn(\.gz)?$", source.lower()):
+            entries, kind = read_games(text), "game"
+        else:
+            entries = read_lines(text.split("\n"))
+    positions, bad, total = [], [], 0
+    for line, result in entries:
+        total += 1
+        if isinstance(result, ValueError):
+            bad.append(f"line {line}: {result}")
+        else:
+            positions += result
+    count = f"{len(bad)} of {total} {kind}s"
+    if len(bad) > bad_share * total:
+        raise DataError(f"{source}, {bad[0]} ({count} cannot be used).")
+    if not positions:
+        raise DataError(f"{source}: expected positions, found none.")
+    if bad:
+        print(f"{source}: left out {count} that cannot be used; the first is {bad[0]}.", file=sys.stderr)
+    return positions
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moves to ask the environment about
+
+
+def illegal_move(board, rng):
+    """A random illegal move. Most are near misses; an arbitrary pair of squares would be too easy to recognise."""
+    own, other = board.occupied_co[board.turn], board.occupied_co[not board.turn]
+    if rng.random() < 0.25:  # leaves the king in check
+        unsafe = [move for move in board.generate_pseudo_legal_moves() if board.is_into_check(move)]
+        if unsafe:
+            return rng.choice(unsafe)
+    while True:
+        start = rng.choice(list(chess.SquareSet(rng.choice([own, own, own, other, ~board.occupied & chess.BB_ALL]))))
+        ends = chess.SquareSet(chess.BB_ALL)
+        if board.piece_at(start) and rng.random() < 0.7:  # as the piece moves, but it is blocked or not its turn
+            ends = chess.BaseBoard.empty()
+            ends.set_piece_at(start, board.piece_at(start))
+            ends = ends.attacks(start)
+        move = chess.Move(start, rng.choice(list(ends)))
+        if start != move.to_square and not board.is_legal(move):
+            return move
+
+
+def game_end(board, move):
+    """How the game ends by `move`: a chess.Termination, or None."""
+    board.push(move)
+    outcome = board.outcome()
+    board.pop()
+    return outcome and outcome.termination
+
+
+def environment_move(board, rng, illegal_share, best=None):
+    """A move to ask about: illegal ones, and rare kinds of moves more often than games have them."""
+    legal = list(board.legal_moves)
+    if not legal or rng.random() < illegal_share:
+        return illegal_move(board, rng).uci()
+    # To try every move for one that ends the game is slow, so it is done only where one is likely: the best move ends
+    # the game (or is unknown), the opponent has only king and pawns (stalemate), or hardly any material is left.
+    likely = game_end(board, chess.Move.from_uci(best)) if best else rng.random() < 0.3
+    officers = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
+    if likely or not officers or chess.popcount(board.occupied) <= 5:
+        endings = defaultdict(list)
+        for move in legal:
+            endings[game_end(board, move)].append(move)
+        endings.pop(None, None)
+        if endings and rng.random() < 0.9:
+            return rng.choice(rng.choice(list(endings.values()))).uci()
+    for share, kind in (
+        (0.9, board.is_en_passant),
+        (0.6, lambda move: move.promotion),
+        (0.5, board.is_castling),
+        (0.1, board.is_capture),
+    ):
+        special = [move for move in legal if kind(move)]
+        if special and rng.random() < share:
+            return rng.choice(special).uci()
+    return best if best and rng.random() < 0.3 else rng.choice(legal).uci()

@@ -1,0 +1,168 @@
+"""Byte-level BPE for GPT-2's family: reads and writes the tokenizer files of a Hugging Face folder, and runs them with
+tiktoken."""
+
+import json
+from pathlib import Path
+
+import tiktoken
+
+
+class LoadError(ValueError):
+    """A model folder cannot be used; the message is one sentence that says why and what to do."""
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "merges.txt")
+END = "<|endoftext|>"
+# GPT-2 splits a text into words before it merges, so that no token spans two of them (Radford et al., 2019).
+GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+WHOLE_TEXT = r"[\s\S]+"
+
+
+def read_json(path):
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{path.parent}: there is no {path.name}; a model is a folder as transformers saves it.")
+    except (ValueError, OSError, RecursionError) as error:
+        raise LoadError(f"{path}: not readable as JSON ({error}).")
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: a JSON object is expected.")
+    return content
+
+
+def has_tokenizer(folder):
+    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
+
+
+def byte_names():
+    """GPT-2's printable character for each byte: itself where it is visible, else the next free one above 255."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in visible]
+    return {**{b: chr(b) for b in visible}, **{b: chr(256 + i) for i, b in enumerate(hidden)}}
+
+
+class Tokenizer:
+    """Text to token ids and back. `eos` is the id of <|endoftext|>; encoding a text never gives it, even if the text
+    contains those characters."""
+
+    def __init__(self, ranks, eos, files=None, words=True):
+        """`ranks` maps each token's bytes to its id; lower ids merge first. `words`: whether text is split as GPT-2
+        splits it before merging. `files`: the folder's own (name -> bytes), which are then saved as they came."""
+        self.eos = eos
+        self.token_bytes = {i: token for token, i in ranks.items()}
+        self.vocab_size = max(eos, *ranks.values()) + 1
+        pattern = GPT2_WORDS if words else WHOLE_TEXT
+        self.bpe = tiktoken.Encoding("nanorook", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: eos})
+        self.files = files or tokenizer_files(ranks, eos, words)
+
+    @classmethod
+    def load(cls, folder):
+        """From a folder's tokenizer.json, or its vocab.json and merges.txt; a folder without any gets GPT-2's own."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise LoadError(f"{folder}: there is no such folder.")
+        if not has_tokenizer(folder):
+            return cls.gpt2()
+        words, file = True, folder / "tokenizer.json"
+        try:
+            if file.exists():
+                content = read_json(file)
+                split = content["pre_tokenizer"] or {}
+                if content["model"]["type"] != "BPE" or split.get("type") != "ByteLevel" or content.get("normalizer"):
+                    raise LoadError(f"{file}: only GPT-2's kind is supported, a byte-level BPE without normalizer.")
+                if split.get("add_prefix_space"):
+                    raise LoadError(f"{file}: add_prefix_space is on, which would change every prompt.")
+                words = bool(split.get("use_regex", True))
+                vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+                vocab = {**vocab, **{t["content"]: t["id"] for t in content.get("added_tokens") or []}}
+            else:
+                vocab, file = read_json(folder / "vocab.json"), folder / "merges.txt"
+                lines = file.read_text(encoding="utf-8").splitlines()
+                merges = [line for line in lines if line and not line.startswith("#version")]
+            merges = [m.split(" ") if isinstance(m, str) else m for m in merges]
+            ids = [vocab[a + b] for a, b in merges]
+            byte = {name: b for b, name in byte_names().items()}
+            ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *(a + b for a, b in merges)}}
+            eos = vocab[END]
+        except LoadError:
+            raise
+        except FileNotFoundError:
+            raise LoadError(f"{folder}: vocab.json needs its merges.txt beside it.")
+        except KeyError as error:
+            raise LoadError(f"{file}: this is no byte-level BPE with an {END} token ({error} is missing).")
+        except (TypeError, ValueError, AttributeError, OSError) as error:
+            raise LoadError(f"{file}: not readable as a tokenizer ({error}).")
+        known = [eos, *ranks.values()]
+        if not all(type(i) is int and 0 <= i < 2**31 for i in known) or len(set(known)) < len(known):
+            raise LoadError(f"{file}: every token, {END} included, needs a whole number of its own as id.")
+        if any(a >= b for a, b in zip(ids, ids[1:])):
+            raise LoadError(f"{file}: the ids do not follow the order of the merges, which tiktoken relies on.")
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
+        return cls(ranks, eos, files, words)
+
+    @classmethod
+    def of_bytes(cls):
+        """No merges: a token is a byte, and 256 ends a text."""
+        return cls({bytes([b]): b for b in range(256)}, 256, words=False)
+
+    @classmethod
+    def squares(cls):
+        """A token for each byte (0 to 255) and for each square of the chess board (a1, b1, ..., h8: 256 to 319), so
+        that a move is two tokens; 320 ends a text."""
+        squares = [file + rank for rank in "12345678" for file in "abcdefgh"]
+        ranks = {bytes([b]): b for b in range(256)} | {square.encode(): 256 + i for i, square in enumerate(squares)}
+        return cls(ranks, 320, words=False)
+
+    @classmethod
+    def gpt2(cls):
+        try:
+            gpt2 = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
+            raise LoadError(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
+        return cls(gpt2._mergeable_ranks, gpt2.eot_token)
+
+    def encode(self, text):
+        return self.bpe.encode_ordinary(text)
+
+    def decode(self, ids):
+        """The text up to the end token; ids that are no token (a padded vocabulary has some) and bytes that are no
+        UTF-8 become U+FFFD."""
+        ids = list(ids)
+        ids = ids[: ids.index(self.eos)] if self.eos in ids else ids
+        return b"".join(self.token_bytes.get(i, b"\xff") for i in ids).decode("utf-8", "replace")
+
+
+def tokenizer_files(ranks, eos, words):
+    """tokenizer.json and tokenizer_config.json, as transformers reads them, for a tokenizer that came without files."""
+    names = byte_names()
+    vocab = {"".join(names[b] for b in token): i for token, i in sorted(ranks.items(), key=lambda item: item[1])}
+    merges = []
+    for token, rank in ranks.items():
+        if len(token) > 1:  # its merge joins the two parts that remain when all earlier merges are done
+            parts = [token[i : i + 1] for i in range(len(token))]
+            while len(parts) > 2:
+                pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+                i = pairs.index(min(pairs))
+                parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            merges.append((rank, ["".join(names[b] for b in part) for part in parts]))
+    end = {"id": eos, "content": END, "special": True, "normalized": False}
+    end |= {"single_word": False, "lstrip": False, "rstrip": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {**vocab, END: eos}, "merges": [m for _, m in sorted(merges)]},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= {name: END for name in ("bos_token", "eos_token", "unk_token")}
+    return {
+        "tokenizer.json": json.dumps(content, ensure_ascii=False, indent=1).encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
+    }
