@@ -1,4 +1,4 @@
-"""Model folders made by others: found here or on the hub, config.json checked, weights read without running code."""
+"""Model folders made by others: found or downloaded, config checked, weights read without running code."""
 
 import os
 import pickletools
@@ -39,8 +39,8 @@ def fetch(source):
 def read_pickle(path):
     """What torch.save has written, read without running code.
 
-    To refuse an unknown name, torch takes time that grows with the square of its length (hours for a megabyte), so
-    long names are refused first.
+    To refuse an unknown name, torch takes time that grows with the square of its length (hours for a
+    megabyte), so long names are refused first.
     """
     with open(path, "rb") as file:
         streams = [file] * 5  # before 2020, torch wrote five pickles one after the other, then the tensors
@@ -91,8 +91,7 @@ def read_weights(folder):
 
 
 def read_config(folder, kind):
-    """config.json as a `kind`: a dataclass of GPT-2's sizes, with a default for each, and a dictionary `extra` for all
-    other entries."""
+    """config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
     file, content, defaults = folder / "config.json", read_json(folder / "config.json"), asdict(kind())
     del defaults["extra"]
     values = {name: content.get(name, default) for name, default in defaults.items()}
@@ -111,7 +110,8 @@ def read_config(folder, kind):
         value = content.get(name, None if name == "model_type" else allowed[0])
         if value not in allowed:
             raise LoadError(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
-    config = kind(**values, extra={k: v for k, v in content.items() if k not in values and k not in REWRITTEN})
+    extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
+    config = kind(**values, extra=extra)
     if min(config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head) < 1:
         raise LoadError(f"{file}: a size is 0; every size of a GPT-2 is at least 1.")
     if config.n_embd % config.n_head:

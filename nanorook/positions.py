@@ -1,7 +1,7 @@
 """Chess positions: read from files in six formats, mirrored, held out for evaluation, and moves to ask about.
 
-`load` recognises the format of each line by itself. A line that cannot be used is reported with its file, its line
-number and what was expected there.
+`load` recognises the format of each line by itself. A line that cannot be used is reported with its file, its
+line number and what was expected there.
 """
 
 import gzip
@@ -21,22 +21,22 @@ import chess.pgn
 class Position(NamedTuple):
     fen: str
     history: tuple  # up to ten recent moves (UCI), oldest first, that lead to the FEN
-    moves: tuple  # ((uci, centipawns), ...), best first, from the side to move's view; mate in n is ±(100000 - n)
+    moves: tuple  # ((uci, centipawns), ...), best first, seen from the side to move; mate in n is ±(100000 - n)
     asked: str | None = None  # a move to ask the environment about, if the source has one
 
 
 class DataError(ValueError):
-    """A file of positions cannot be used; the message is one sentence with file, line and what was expected."""
+    """A file cannot be used; the message is one sentence with the file, the line and what was expected."""
 
 
 BUILTIN = Path(__file__).parent.parent / "data" / "positions.txt.gz"
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Boards with a dot for each empty square
 
 
 def expand_board(fen):
-    """The FEN with each empty square of its board written as a dot, so that a square always has the same place."""
+    """The FEN with a dot for each empty square of its board, so that a square always has the same place."""
     board, space, rest = fen.partition(" ")
     return re.sub(r"\d", lambda match: "." * int(match[0]), board) + space + rest
 
@@ -47,7 +47,7 @@ def contract_board(fen):
     return re.sub(r"\.+", lambda match: str(len(match[0])), board) + space + rest
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Mirrored positions (White and Black exchanged), and the boards that are held out
 
 
@@ -74,14 +74,17 @@ def mirror(position):
 
 
 def board_key(fen):
-    """Equal for positions that count as the same board: counters are ignored, and so is an exchange of the colours."""
+    """Equal for positions that count as the same board: counters do not matter, nor does mirroring."""
     fen = fen if fen.split(" ", 2)[1] == "w" else mirror_fen(fen)
     return fen.rsplit(" ", 2)[0]
 
 
 def held_out(fen):
-    """Whether the board is one of the eleventh part that is never trained on. A hash of the board decides, so that a
-    board is on the same side in every file and in every run. Trained models rely on it: it must never change."""
+    """Whether the board is in the eleventh part that is never trained on.
+
+    A hash of the board decides, so a board is on the same side in every file and every run. It must never
+    change: what a trained model has not seen depends on it.
+    """
     return zlib.crc32(board_key(fen).encode()) % 11 == 0
 
 
@@ -93,7 +96,7 @@ def split(positions):
     return sides
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Lines of text
 
 UCI = "[a-h][1-8][a-h][1-8][qrbn]?"
@@ -118,7 +121,7 @@ def write_position(position):
 
 
 def split_moves(text):
-    """The moves in `text`. They are interned: half a million positions share a few thousand different strings."""
+    """The moves in `text`, interned: half a million positions share a few thousand different strings."""
     return tuple(map(sys.intern, text.split()))
 
 
@@ -133,8 +136,8 @@ def read_position(line):
         moves.append((sys.intern(uci), int(cp)))
     fen = contract_board(match[1])
     if fen.count("/") != 7 or fen.split(" ")[3] != "-":
-        # Some programs write an en passant square that no pawn can use. python-chess removes it, so that `held_out`
-        # hashes the same text; it also refuses a board without eight ranks.
+        # Some programs write an en passant square that no pawn can use. python-chess removes it, so that
+        # `held_out` hashes the same text. It also refuses a board without eight ranks.
         fen = chess.Board(fen).fen()
     return Position(fen, split_moves(match[2])[-10:], tuple(moves))
 
@@ -145,11 +148,11 @@ def read_line(line):
         moves, evals = split_moves(match[2]), match[3].split()
         if len(moves) != len(evals):
             raise ValueError(f"expected as many evaluations as moves, found {len(moves)} moves and {len(evals)}")
-        # Best first by evaluation. `B:` is ignored: for Black, the original data has the worst of the five there.
+        # Sorted by evaluation. `B:` is ignored: for Black, the original data has the worst of the five there.
         labels = sorted(zip(moves, (round(100 * float(e)) for e in evals)), key=lambda label: -label[1])
         return Position(contract_board(match[1]), (), tuple(labels))
     if match := ENVIRONMENT.fullmatch(line):
-        fen, asked, history, _ = match.groups()  # the next state is computed from the rules, not read from the line
+        fen, asked, history, _ = match.groups()  # the next state comes from the rules, not from the line
         if split_moves(history)[-1] != asked:
             raise ValueError(f"expected the recent moves to end with the move, {asked}")
         return Position(contract_board(fen), split_moves(history)[-10:-1], (), asked)
@@ -161,7 +164,7 @@ def read_line(line):
 
 
 def verify(position):
-    """The position with its FEN as python-chess writes it; ValueError if it or one of its moves is illegal."""
+    """The position with the FEN that python-chess writes; ValueError if it or one of its moves is illegal."""
     board = chess.Board(position.fen)
     if not board.is_valid():
         raise ValueError(f"expected a position that chess allows, found {position.fen}")
@@ -174,9 +177,9 @@ def verify(position):
 def read_lines(lines):
     """Yields (line number, positions or ValueError).
 
-    To verify a labelled line takes python-chess 80 microseconds, ten times what reading it takes. Lines in our own
-    format were written from verified positions, so only the first VERIFIED_LINES of a file are verified again. This
-    is enough to notice a file that another program wrote, and half a million lines load in seconds.
+    Verifying a labelled line takes 80 microseconds, ten times as long as reading it. Lines in our own format
+    were written from verified positions, so only the first VERIFIED_LINES of a file are verified again:
+    enough to notice a file that another program wrote, and half a million lines load in seconds.
     """
     for number, line in enumerate(lines, 1):
         line = line.strip()
@@ -191,7 +194,7 @@ def read_lines(lines):
             yield number, error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Games (PGN)
 
 
@@ -236,12 +239,12 @@ def read_games(text):
         yield line, result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Files
 
-BAD_SHARE = 0.01  # of a file's lines (or of a PGN's games) may be unusable; with more of them, load refuses the file
+BAD_SHARE = 0.01  # of a file's lines (or of a PGN's games) may be unusable; with more, the file is refused
 HUB_LINES = 100_000  # read from a dataset on the hub
-HUB_BAD_SHARE = 0.1  # RookWorld's data contains games that continue after an illegal move or the capture of a king
+HUB_BAD_SHARE = 0.1  # RookWorld's data has games that continue after an illegal move or a king's capture
 
 
 def read_text(path):
@@ -263,7 +266,7 @@ def read_text(path):
 def hub_lines(name):
     """The first HUB_LINES of a dataset on the hub, from the `text` column of its first file of training data.
 
-    RookWorld's seven million lines are in random order, so the first ones are a fair sample; all of them would take
+    RookWorld's seven million lines are in random order, so the first ones are a fair sample; all would take
     10 GB of memory.
     """
     first = "data/train-00000-of-*.parquet"
@@ -311,12 +314,12 @@ def load(source):
     return positions
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Moves to ask the environment about
 
 
 def illegal_move(board, rng):
-    """A random illegal move. Most are near misses; an arbitrary pair of squares would be too easy to recognise."""
+    """A random illegal move, often one that is nearly legal: random squares are too easy to recognise."""
     own, other = board.occupied_co[board.turn], board.occupied_co[not board.turn]
     if rng.random() < 0.25:  # leaves the king in check
         unsafe = [move for move in board.generate_pseudo_legal_moves() if board.is_into_check(move)]
@@ -325,7 +328,7 @@ def illegal_move(board, rng):
     while True:
         start = rng.choice(list(chess.SquareSet(rng.choice([own, own, own, other, ~board.occupied & chess.BB_ALL]))))
         ends = chess.SquareSet(chess.BB_ALL)
-        if board.piece_at(start) and rng.random() < 0.7:  # as the piece moves, but it is blocked or not its turn
+        if board.piece_at(start) and rng.random() < 0.7:  # as the piece moves, but blocked or out of turn
             ends = chess.BaseBoard.empty()
             ends.set_piece_at(start, board.piece_at(start))
             ends = ends.attacks(start)
@@ -347,8 +350,9 @@ def environment_move(board, rng, illegal_share, best=None):
     legal = list(board.legal_moves)
     if not legal or rng.random() < illegal_share:
         return illegal_move(board, rng).uci()
-    # To try every move for one that ends the game is slow, so it is done only where one is likely: the best move ends
-    # the game (or is unknown), the opponent has only king and pawns (stalemate), or hardly any material is left.
+    # Trying every move to find those that end the game is slow, so it is done only where one is likely: the
+    # best move ends the game (or is unknown, then at random), the opponent has only king and pawns
+    # (stalemate), or at most five pieces are left.
     likely = game_end(board, chess.Move.from_uci(best)) if best else rng.random() < 0.3
     officers = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
     if likely or not officers or chess.popcount(board.occupied) <= 5:

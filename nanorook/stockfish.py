@@ -34,7 +34,7 @@ def require():
 
 
 class Engine:
-    """A Stockfish process with one thread: a search with a fixed number of nodes always gives the same answer."""
+    """A Stockfish process with one thread, so that a search of so many nodes always gives the same answer."""
 
     TIMEOUT = 60  # seconds without a line after which the engine counts as stuck
     INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
@@ -86,9 +86,10 @@ class Engine:
     def search(self, board, nodes):
         """The best moves as ((uci, centipawns), ...), best first, from the side to move's view.
 
-        They are taken from the last depth that was finished for all of them. When the nodes run out in the middle of a
-        depth, the engine reports some moves at this depth and the others at the one before; evaluations of different
-        depths cannot be compared, and the first move is then often not the one with the highest.
+        They are taken from the last depth that was finished for all of them. When the nodes run out in the
+        middle of a depth, the engine reports some moves at this depth and the others at the one before.
+        Evaluations of different depths cannot be compared, and the first move is then often not the one with
+        the highest.
         """
         legal = {move.uci() for move in board.legal_moves}
         count = min(CANDIDATES, len(legal))
@@ -111,14 +112,17 @@ class Engine:
         return tuple(sorted(moves, key=lambda move: -move[1]))
 
     def search_afresh(self, board, nodes=NODES):
-        """A search from an empty hash table: the answer depends on the position alone, not on earlier searches."""
+        """A search from an empty hash table: the answer does not depend on earlier searches."""
         self.send("ucinewgame")
         return self.search(board, nodes)
 
 
 class Labeller:
-    """Labels for positions that have none. An engine that dies, hangs or answers nonsense is started again. After
-    MAX_FAILURES, or without an engine, labels are empty, and only what the rules of chess decide can be graded."""
+    """Labels positions during training, and survives an engine that dies, hangs or answers nonsense.
+
+    Such an engine is started again. After MAX_FAILURES, or if there is no engine, labels are empty, and
+    answers are graded by the rules of chess alone.
+    """
 
     MAX_FAILURES = 10
 

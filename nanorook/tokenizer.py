@@ -1,5 +1,4 @@
-"""Byte-level BPE for GPT-2's family: reads and writes the tokenizer files of a Hugging Face folder, and runs them with
-tiktoken."""
+"""Byte-level BPE for GPT-2's family: the tokenizer files of a Hugging Face folder, run by tiktoken."""
 
 import json
 from pathlib import Path
@@ -36,19 +35,18 @@ def has_tokenizer(folder):
 
 
 def byte_names():
-    """GPT-2's printable character for each byte: itself where it is visible, else the next free one above 255."""
+    """GPT-2's printable character for each byte: its own if visible, else the next free one above 255."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
     return {**{b: chr(b) for b in visible}, **{b: chr(256 + i) for i, b in enumerate(hidden)}}
 
 
 class Tokenizer:
-    """Text to token ids and back. `eos` is the id of <|endoftext|>; encoding a text never gives it, even if the text
-    contains those characters."""
+    """Text to token ids and back. `eos` is the id of <|endoftext|>; encoding a text never gives it."""
 
     def __init__(self, ranks, eos, files=None, words=True):
-        """`ranks` maps each token's bytes to its id; lower ids merge first. `words`: whether text is split as GPT-2
-        splits it before merging. `files`: the folder's own (name -> bytes), which are then saved as they came."""
+        """`ranks` maps each token's bytes to its id; lower ids merge first. `files`: those of the folder it was
+        read from (name -> bytes), to be saved unchanged. `words`: split text as GPT-2 does before merging."""
         self.eos = eos
         self.token_bytes = {i: token for token, i in ranks.items()}
         self.vocab_size = max(eos, *ranks.values()) + 1
@@ -58,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder):
-        """From a folder's tokenizer.json, or its vocab.json and merges.txt; a folder without any gets GPT-2's own."""
+        """From tokenizer.json, or from vocab.json and merges.txt; a folder without any gets GPT-2's own."""
         folder = Path(folder)
         if not folder.is_dir():
             raise LoadError(f"{folder}: there is no such folder.")
@@ -108,7 +106,7 @@ class Tokenizer:
 
     @classmethod
     def squares(cls):
-        """A token for each byte (0 to 255) and for each square of the chess board (a1, b1, ..., h8: 256 to 319), so
+        """A token for each byte (0 to 255) and for each square of the board (256 to 319: a1, b1, ..., h8), so
         that a move is two tokens; 320 ends a text."""
         squares = [file + rank for rank in "12345678" for file in "abcdefgh"]
         ranks = {bytes([b]): b for b in range(256)} | {square.encode(): 256 + i for i, square in enumerate(squares)}
@@ -126,15 +124,15 @@ class Tokenizer:
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids):
-        """The text up to the end token; ids that are no token (a padded vocabulary has some) and bytes that are no
-        UTF-8 become U+FFFD."""
+        """The text up to the end token. Ids without a token (a padded vocabulary has some) and bytes that are
+        not UTF-8 become U+FFFD."""
         ids = list(ids)
         ids = ids[: ids.index(self.eos)] if self.eos in ids else ids
         return b"".join(self.token_bytes.get(i, b"\xff") for i in ids).decode("utf-8", "replace")
 
 
 def tokenizer_files(ranks, eos, words):
-    """tokenizer.json and tokenizer_config.json, as transformers reads them, for a tokenizer that came without files."""
+    """tokenizer.json and tokenizer_config.json for transformers, for a tokenizer that came without files."""
     names = byte_names()
     vocab = {"".join(names[b] for b in token): i for token, i in sorted(ranks.items(), key=lambda item: item[1])}
     merges = []

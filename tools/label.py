@@ -1,8 +1,9 @@
-"""Stockfish labels for positions: up to five best moves of each, with their evaluations.
+"""Labels positions with Stockfish: up to five best moves of each, with their evaluations.
 
-The positions come from Stockfish's own varied games, or from files (--from). The work is cut into numbered units (a
-game, or a piece of the input), and a unit depends on nothing but the settings and its number. So the result is the
-same with any number of workers, and a run that was killed goes on where it was.
+The positions come from games that Stockfish plays against itself, or from files (--from). The work is cut
+into numbered units: a game, or CHUNK positions of the input. What a unit gives depends only on the settings
+and its number. So the file is the same with any number of workers, and a run that was killed continues after
+its last unit.
 """
 
 import argparse
@@ -25,22 +26,21 @@ from concurrent.futures.process import BrokenProcessPool
 import chess
 from tqdm import tqdm
 
-import data
-import tasks
-from engine import CANDIDATES, MATE, NODES, Engine, EngineError, find_stockfish
+from nanorook import positions
+from nanorook.stockfish import CANDIDATES, MATE, NODES, Engine, EngineError, require
 
 CHUNK = 16  # positions of the input in a unit
 
-# Self-play. A game is driven by cheap searches; variety comes from its random opening, its temperature and its share of
-# random moves. Neighbours in a game are much alike, so only one position in eight is kept.
-DRIVE_NODES = 300
-OPENING = 20  # half-moves at most; short ones are commoner, for a long one leaves few games even
+# Self-play. Moves are drawn from cheap searches. Games differ by a random opening, the temperature of the draw
+# and the share of random moves. Neighbours in a game are much alike, so only one position in eight is kept.
+PLAY_NODES = 300
+OPENING = 20  # half-moves at most; short openings are more frequent: after a long one few games are even
 TEMPERATURES = 10, 20, 40, 80, 160  # centipawns
 RANDOM_MOVES = 0, 0.02, 0.1
 KEPT = 1 / 8
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # Units of work
 
 
@@ -51,70 +51,70 @@ def play(engine, rng):
     board, history = chess.Board(), []
     engine.send("ucinewgame")
     while not board.is_game_over() and not board.is_repetition(3):
-        yield tasks.Position(board.fen(), tuple(history[-10:]), ())
+        yield positions.Position(board.fen(), tuple(history[-10:]), ())
         if len(history) < opening or rng.random() < share:
             move = rng.choice([move.uci() for move in board.legal_moves])
         else:
-            moves = engine.search(board, DRIVE_NODES)
+            moves = engine.search(board, PLAY_NODES)
             weights = [math.exp((score - moves[0][1]) / temperature) for _, score in moves]
             move = rng.choices(moves, weights)[0][0]
         board.push_uci(move)
         history.append(move)
 
 
-def label(engine, positions, nodes):
+def label(engine, unlabelled, nodes):
     """The positions with their moves; those of finished games are left out."""
     labelled = []
-    for position in positions:
+    for position in unlabelled:
         board = chess.Board(position.fen)
         if any(board.legal_moves):
             labelled.append(position._replace(moves=engine.search_afresh(board, nodes)))
     return labelled
 
 
-engine = None  # this worker's Stockfish
+ENGINES = {}  # path -> Engine, of this worker process
 
 
 def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers too: they go without a traceback
-    # A parent that was killed cannot stop its workers, so they watch it.
-    watch = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (watch.join(), os._exit(1)), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too: they end without a traceback
+    # A parent that was killed cannot stop its workers, so each waits for the parent's end in a thread.
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def work(path, unit, nodes):
-    """Labels one unit: a game's name, from which it is played, or positions. A failing engine gets a second try."""
-    global engine
+    """Labels one unit: positions, or a game's seed. If the engine fails, the unit is tried once more."""
     for last_try in False, True:
         try:
-            engine = engine or Engine(path)
+            if path not in ENGINES:
+                ENGINES[path] = Engine(path)
             if isinstance(unit, list):
-                return label(engine, unit, nodes)
+                return label(ENGINES[path], unit, nodes)
             rng = random.Random(unit)
-            return label(engine, [position for position in play(engine, rng) if rng.random() < KEPT], nodes)
+            kept = [position for position in play(ENGINES[path], rng) if rng.random() < KEPT]
+            return label(ENGINES[path], kept, nodes)
         except EngineError as error:
-            if engine:
-                engine.close()
-                engine = None
+            if path in ENGINES:
+                ENGINES.pop(path).close()
             if last_try:
                 raise EngineError(f"{error}, and again after a restart") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The partial file: a line of settings, then each unit's positions and a line that ends the unit
+# -----------------------------------------------------------------------------
+# The partial file: a line of settings, then for each unit its positions and a line that ends it
 
 
 def resume(partial, header):
-    """(lines, number of units) of an earlier run. A unit that was only half written when it was killed is cut off."""
+    """(lines, number of units) of an earlier run. A unit that was not written to its end is cut off."""
     with open(partial, "a+b") as file:
         file.seek(0)
         text = file.read()
-        if header.startswith(text):  # new, or killed while writing its first line
+        if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
             file.truncate(0)
             file.write(header)
             return [], 0
         if not text.startswith(header):
-            sys.exit(f"{partial} was begun with other settings or input: use those, or delete it to start again.")
+            sys.exit(f"{partial} was started with other settings or input: use those, or delete it to start again.")
         lines, unit, units, end = [], [], 0, len(header)
         for line in text[end:].splitlines(keepends=True):
             unit.append(line)
@@ -124,12 +124,12 @@ def resume(partial, header):
                 unit = []
                 units += 1
         file.truncate(end)
-    print(f"Going on with {partial}: {len(lines)} positions are done.")
+    print(f"Continuing {partial}: {len(lines)} positions are done.")
     return [line.decode() for line in lines], units
 
 
-def finish(out, lines):
-    """Writes the positions at once; the bytes depend on nothing else (a gzip file's time is left at 0)."""
+def write_result(out, lines):
+    """The file appears whole or not at all; its bytes depend on the lines alone (gzip's time is 0)."""
     text = "".join(lines).encode()
     with open(f"{out}.tmp", "wb") as file:
         if out.endswith(".gz"):
@@ -142,14 +142,14 @@ def finish(out, lines):
 
 def describe(name):
     """Prints what a file of labelled positions consists of."""
-    counts, positions = collections.Counter(), data.load(name)
-    for position in positions:
+    counts, labelled = collections.Counter(), [position for position in positions.load(name) if position.moves]
+    for position in labelled:
         board = chess.Board(position.fen)
         uci, score = position.moves[0]
         best = chess.Move.from_uci(uci)
         pieces = (board.occupied & ~board.pawns & ~board.kings).bit_count()
         counts.update({
-            "held out": tasks.held_out(position.fen),
+            "held out": positions.held_out(position.fen),
             "White to move": board.turn,
             "Black to move": not board.turn,
             "many pieces (more than 10 besides kings and pawns)": pieces > 10,
@@ -170,20 +170,20 @@ def describe(name):
             "a legal move promotes": any(move.promotion for move in board.legal_moves),
             "a legal move takes en passant": board.has_legal_en_passant(),
         })  # fmt: skip
-    print(f"| {name} | {len(positions)} | |\n| --- | ---: | ---: |")
+    print(f"| {name} | {len(labelled)} | |\n| --- | ---: | ---: |")
     for what, count in counts.items():
-        print(f"| {what} | {count:d} | {100 * count / len(positions):.1f} % |")
+        print(f"| {what} | {count:d} | {100 * count / len(labelled):.1f} % |")
 
 
 def run(args):
-    out, partial, path = args.out, f"{args.out}.partial", find_stockfish()
+    out, partial, path = args.out, f"{args.out}.partial", require()
     if os.path.exists(out) and not os.path.exists(partial):
         sys.exit(f"{out} is there already: delete it to make it again.")
     probe = Engine(path)
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
     if args.source:
-        given = [position for name in args.source for position in data.load(name)]
+        given = [position for name in args.source for position in positions.load(name)]
         settings["from"] = zlib.crc32(repr(given).encode())
         wanted = min(args.positions or len(given), len(given))
         every_unit = (given[at : at + CHUNK] for at in range(0, len(given), CHUNK))
@@ -192,7 +192,7 @@ def run(args):
         every_unit = (f"{args.seed}/{number}" for number in itertools.count())
 
     lines, done = resume(partial, (json.dumps(settings) + "\n").encode())
-    boards = {tasks.board_key(line.split(";")[0]) for line in lines}
+    boards = {positions.board_key(line.split(";")[0]) for line in lines}
     units, ahead = itertools.islice(every_unit, done, None), collections.deque()
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
     bar = tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05)
@@ -204,11 +204,11 @@ def run(args):
                 if not ahead:
                     break
                 new = []
-                for position in ahead.popleft().result():  # in the order of the units, whoever is done first
-                    key = tasks.board_key(position.fen)
+                for position in ahead.popleft().result():  # in the order of the units, whichever ends first
+                    key = positions.board_key(position.fen)
                     if key not in boards and len(lines) + len(new) < wanted:
                         boards.add(key)
-                        new.append(data.write_position(position) + "\n")
+                        new.append(positions.write_position(position) + "\n")
                 file.write("".join([*new, f"# unit {done}\n"]).encode())
                 file.flush()
                 done += 1
@@ -217,7 +217,7 @@ def run(args):
     finally:
         bar.close()
         pool.shutdown(cancel_futures=True)
-    finish(out, lines)
+    write_result(out, lines)
     os.remove(partial)
     left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" if len(lines) < wanted else ""
     print(f"{out}: {len(lines)} positions{left_out}, {os.path.getsize(out) / 1e6:.2f} MB.")
@@ -238,18 +238,18 @@ def main():
     parser.add_argument("--workers", type=number, default=os.cpu_count(), help="processes (default: one for each core)")
     parser.add_argument("--describe", action="store_true", help="only print what the finished OUT consists of")
     args = parser.parse_args()
-    again = f"the same command goes on from {args.out}.partial"
+    again = f"the same command continues from {args.out}.partial"
     try:
         try:
             describe(args.out) if args.describe else run(args)
         except BrokenProcessPool:
-            time.sleep(0.1)  # Ctrl-C ends the workers too, perhaps before it is heard here
+            time.sleep(0.1)  # Ctrl-C ends the workers too, perhaps before KeyboardInterrupt is raised here
             sys.exit(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
     except KeyboardInterrupt:
         sys.exit(f"Stopped; {again}.")
     except EngineError as error:
-        sys.exit(f"Stockfish ({find_stockfish()}) {error}.")
-    except data.DataError as error:
+        sys.exit(f"Stockfish ({require()}) {error}.")
+    except positions.DataError as error:
         sys.exit(str(error))
     except OSError as error:
         sys.exit(f"{args.out} cannot be written: {error.strerror}.")
