@@ -1,28 +1,31 @@
-"""tokenizer.py against transformers: token for token, from the same files."""
+"""nanorook/tokenizer.py against transformers: the same ids from the same files."""
 
 import json
 import random
+import time
 
 import chess
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from tasks import policy_completion, policy_prompt
-from tokenizer import LoadError, Tokenizer
+from nanorook.positions import expand_board
+from nanorook.tokenizer import LoadError, Tokenizer
+
+ODD_TEXTS = ["", " ", "\n\n  \t x", "it's é — 中文 🙂 1234567", "A: e2e4+0.001+0+0\r\n", "a9h0ha1b2\0"]
 
 
 def chess_lines(count):
-    """Lines of RookWorld's padded format from random games, with evaluations and mates."""
+    """Lines in RookWorld's padded format from random games, with evaluations and mates."""
     rng, lines, board = random.Random(0), [], chess.Board()
     while len(lines) < count:
         legal = list(board.legal_moves)
         if not legal or len(board.move_stack) > 120:
             board = chess.Board()
             continue
-        moves = [(m.uci(), rng.choice([30, -282, 0, 99999, -99996, rng.randrange(-900, 900)])) for m in legal[:5]]
-        fen = board.fen()
-        lines.append(policy_prompt(fen, "rookworld") + policy_completion(fen, moves, "rookworld"))
+        moves, scores = [m.uci() for m in legal[:5]], (30, -282, 0, 99999, -99996, rng.randrange(-900, 900))
+        evals = " ".join(str(rng.choice(scores) / 100) for _ in moves)
+        lines.append(f"P: {board.fen():90}M: {' '.join(moves):30}E: {evals:40}B: {moves[0]}")
         board.push(rng.choice(legal))
     return lines
 
@@ -37,16 +40,16 @@ def bpe_folder(tmp_path_factory):
     return folder
 
 
-def only(folder, tmp_path, *names):
+def copy(folder, tmp_path, *names):
     for name in names:
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     return tmp_path
 
 
 @pytest.mark.parametrize("names", [("tokenizer.json",), ("vocab.json", "merges.txt")])
-def test_token_for_token_as_transformers(bpe_folder, tmp_path, names):
-    tokenizer, reference = Tokenizer.load(only(bpe_folder, tmp_path, *names)), AutoTokenizer.from_pretrained(bpe_folder)
-    texts = [*chess_lines(1000), "", " ", "\n\n  \t x", "it's é — 中文 🙂 1234567", "A: e2e4+0.001+0+0\r\n"]
+def test_same_ids_as_transformers(bpe_folder, tmp_path, names):
+    tokenizer, reference = Tokenizer.load(copy(bpe_folder, tmp_path, *names)), AutoTokenizer.from_pretrained(bpe_folder)
+    texts = [*chess_lines(1000), *ODD_TEXTS]
     assert len(set(map(len, map(tokenizer.encode, texts)))) > 20
     for text in texts:
         ids = reference(text).input_ids
@@ -56,24 +59,49 @@ def test_token_for_token_as_transformers(bpe_folder, tmp_path, names):
     assert set(tokenizer.files) == set(names)
 
 
-def test_bytes_are_tokens(tmp_path):
+@pytest.mark.parametrize("kind", ["trained", "of_bytes", "squares"])
+def test_files_written_for_a_tokenizer_give_the_same_ids(bpe_folder, tmp_path, kind):
+    if kind == "trained":
+        original = Tokenizer.load(bpe_folder)
+        files = Tokenizer(original.bpe._mergeable_ranks, original.eos).files
+    else:
+        original = getattr(Tokenizer, kind)()
+        files = original.files
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    reference, loaded, rng = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path), random.Random(1)
+    texts = [*chess_lines(100), *map(expand_board, chess_lines(100)), *ODD_TEXTS]
+    texts += ["".join(rng.choices("aceh188. 9i+\né", k=rng.randrange(40))) for _ in range(500)]
+    for text in texts:
+        ids = original.encode(text)
+        assert reference(text).input_ids == ids == loaded.encode(text)
+        assert loaded.decode(ids) == text
+    assert reference.eos_token_id == original.eos == loaded.eos and loaded.vocab_size == original.vocab_size
+    assert loaded.files == files
+
+
+def test_bytes_are_tokens():
     tokenizer = Tokenizer.of_bytes()
     text = "P: é\n\0 中"
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos == 256 and tokenizer.vocab_size == 257
     assert tokenizer.decode([*text.encode(), 256, 65]) == text  # nothing after the end token
     assert tokenizer.decode([0xFF, 65]) == tokenizer.decode([299, 65]) == "\ufffdA"
-    assert tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")  # text cannot forge the end
+    assert tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")  # a text cannot contain the end token
 
 
-def test_files_made_for_a_tokenizer_without_files_give_the_same_tokens(bpe_folder, tmp_path):
-    original = Tokenizer.load(bpe_folder)
-    made = Tokenizer(original.bpe._mergeable_ranks, original.eos).files
-    for name, content in made.items():
-        (tmp_path / name).write_bytes(content)
-    reference = AutoTokenizer.from_pretrained(tmp_path)
-    for line in chess_lines(100):
-        assert reference(line).input_ids == original.encode(line) == Tokenizer.load(tmp_path).encode(line)
-    assert reference.eos_token_id == original.eos
+def test_squares_are_tokens():
+    tokenizer = Tokenizer.squares()
+    assert tokenizer.eos == 320 and tokenizer.vocab_size == 321
+    assert tokenizer.encode("".join(chess.SQUARE_NAMES)) == list(range(256, 320))  # in python-chess's order
+    assert tokenizer.encode("B: a7a8q") == [*b"B: ", 256 + chess.A7, 256 + chess.A8, ord("q")]
+    assert tokenizer.encode("ab1") == [ord("a"), 256 + chess.B1]
+
+
+def test_texts_that_are_not_split_are_encoded_fast():
+    """Their pattern gives tiktoken the whole text as one piece."""
+    start = time.process_time()
+    Tokenizer.squares().encode("a1 " * 100_000)
+    assert time.process_time() - start < 2
 
 
 def edited(change):
@@ -93,6 +121,7 @@ BAD = {
     "no JSON": lambda f: (f / "tokenizer.json").write_text("{"),
     "binary": lambda f: (f / "tokenizer.json").write_bytes(b"\xff\xfe\0"),
     "empty": lambda f: (f / "tokenizer.json").write_bytes(b""),
+    "a list": lambda f: (f / "tokenizer.json").write_text("[1]"),
     "other kind": edited(lambda c: c["model"].update(type="WordPiece")),
     "no model": edited(lambda c: c.pop("model")),
     "vocab a list": edited(lambda c: c["model"].update(vocab=[1, 2])),
@@ -112,14 +141,14 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, name):
-    folder = only(bpe_folder, tmp_path, "tokenizer.json")
+    folder = copy(bpe_folder, tmp_path, "tokenizer.json")
     BAD[name](folder)
     with pytest.raises(LoadError) as error:
         Tokenizer.load(folder)
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
 
 
-def test_without_files_and_without_network_the_reason_is_said(tmp_path, monkeypatch):
+def test_without_files_and_without_network_the_reason_is_given(tmp_path, monkeypatch):
     def offline(name):
         raise ConnectionError("no route to host")
 

@@ -1,0 +1,132 @@
+"""nanorook/stockfish.py: against python-chess's own engine interface, and with engines that fail."""
+
+import os
+import time
+
+import chess
+import chess.engine
+import pytest
+
+from nanorook import stockfish
+from nanorook.stockfish import NODES, Engine, EngineError, Labeller
+
+OPENING = "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3"
+MIDDLE_GAME = "r4rk1/1pp1qppp/p1np1n2/2b1p1B1/2B1P1b1/P1NP1N2/1PP1QPPP/R4RK1 w - - 0 10"
+MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
+MATED_SOON = "7k/R7/1R6/8/8/8/8/7K b - - 0 1"  # one legal move, then Rb8
+needs_stockfish = pytest.mark.needs("stockfish")
+
+
+@pytest.fixture
+def engine():
+    engine = Engine(stockfish.require())
+    yield engine
+    engine.close()
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def answering(tmp_path, *lines):
+    """An engine that answers `go` with these lines."""
+    answer = "; ".join(f"echo '{line}'" for line in lines)
+    loop = f"while read word rest; do case $word in uci) echo uciok;; go) {answer}; echo bestmove a1a1;; esac; done"
+    return script(tmp_path / "engine", loop)
+
+
+@needs_stockfish
+def test_labels_are_those_of_python_chess_s_engine(engine):
+    with chess.engine.SimpleEngine.popen_uci(stockfish.require()) as other:
+        other.configure({"Threads": 1, "Hash": 16})
+        for fen in OPENING, MIDDLE_GAME:
+            board, depths = chess.Board(fen), {}
+            with other.analysis(board, chess.engine.Limit(nodes=NODES), multipv=5, game=object()) as analysis:
+                for line in analysis:
+                    if "multipv" in line and not {"upperbound", "lowerbound"} & line.keys():
+                        depths.setdefault(line["depth"], {}).setdefault(line["multipv"], line)
+            deepest = max(depth for depth, lines in depths.items() if len(lines) == 5)
+            expected = [depths[deepest][rank] for rank in range(1, 6)]
+            moves = tuple((line["pv"][0].uci(), line["score"].relative.score()) for line in expected)
+            assert engine.search_afresh(board, NODES) == moves
+
+
+@needs_stockfish
+def test_mates_and_few_legal_moves(engine):
+    assert engine.name.startswith("Stockfish")
+    assert engine.search_afresh(chess.Board(MATE_IN_ONE), 2000)[0] == ("a1a8", 99999)
+    assert len(engine.search_afresh(chess.Board(OPENING), 1)) == 5  # too few nodes for the first depth: searched again
+    assert engine.search_afresh(chess.Board(MATED_SOON), 2000) == (("h8g8", -99999),)
+    black_wins = chess.Board("4k3/8/8/8/8/8/q7/6K1 b - - 0 1")
+    assert engine.search_afresh(black_wins, 2000)[0][1] > 500  # from the side to move's view
+
+
+def info(depth, rank, score, move):
+    return f"info depth {depth} seldepth 9 multipv {rank} score {score} nodes 9 pv {move}"
+
+
+def test_evaluations_come_from_one_finished_depth(tmp_path):
+    """Here the nodes run out in depth 3, and depth 2 was first reported with a bound."""
+    lines = [info(1, 1, "cp 91", "a1b1"), info(1, 2, "cp 92", "a1a2"), info(1, 3, "cp 93", "a1b2")]
+    lines += [info(2, 1, "cp 70 lowerbound", "a1b1")]
+    lines += [info(2, 1, "cp 5", "a1b2"), info(2, 2, "mate -3", "a1b1"), info(2, 3, "cp 8", "a1a2")]
+    lines += [info(3, 1, "mate 2", "a1a2"), info(2, 2, "cp 5", "a1b2"), info(2, 3, "cp 3", "a1b1")]
+    engine = Engine(answering(tmp_path, *lines))
+    moves = engine.search(chess.Board("7k/8/8/8/8/8/8/K7 w - - 0 1"), NODES)
+    assert moves == (("a1a2", 8), ("a1b2", 5), ("a1b1", -99997))
+    engine.close()
+
+
+@pytest.mark.parametrize("answer", [["I resign"], [info(1, rank, "cp 9", "a1a1") for rank in range(1, 6)]])
+def test_nonsense_is_an_error(tmp_path, answer):
+    engine = Engine(answering(tmp_path, *answer))
+    with pytest.raises(EngineError, match=f"^gave no legal moves for {chess.STARTING_FEN}$"):
+        engine.search(chess.Board(), NODES)
+    engine.close()
+
+
+@pytest.mark.parametrize("text, error", [("exec sleep 100", "said nothing for 0.1 seconds"), ("exit 1", "died")])
+def test_an_engine_that_fails_when_it_starts_leaves_no_process(tmp_path, monkeypatch, text, error):
+    monkeypatch.setattr(Engine, "TIMEOUT", 0.1 if "sleep" in text else 60)
+    with pytest.raises(EngineError, match=error):
+        Engine(script(tmp_path / "engine", f"echo $$ > {tmp_path}/pid\n{text}"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_missing_program_is_one_sentence(monkeypatch, tmp_path):
+    with pytest.raises(EngineError, match="^cannot be started .No such file or directory.$"):
+        Engine(str(tmp_path / "none"))
+    monkeypatch.setenv("STOCKFISH_PATH", "/no/such")
+    with pytest.raises(SystemExit, match="STOCKFISH_PATH is /no/such, which is no program"):
+        Labeller()
+    monkeypatch.delenv("STOCKFISH_PATH")
+    monkeypatch.setattr(stockfish.shutil, "which", lambda *args, **options: None)
+    with pytest.raises(SystemExit, match="apt install stockfish"):
+        stockfish.require()
+    labeller = Labeller()  # grades by the rules alone
+    assert labeller.label(OPENING) == () and labeller.failures == 0
+
+
+@needs_stockfish
+def test_a_labeller_starts_a_dead_engine_again(engine):
+    labeller = Labeller()
+    fens = OPENING, MIDDLE_GAME, MATE_IN_ONE
+    labels = [labeller.label(fen) for fen in fens]
+    assert labels == [engine.search_afresh(chess.Board(fen)) for fen in fens] and len(set(labels)) == 3
+    labeller.engine.process.kill()
+    labeller.engine.process.wait()
+    assert [labeller.label(fen) for fen in fens] == labels and labeller.failures == 1
+    labeller.close()
+
+
+@pytest.mark.parametrize("text", ["exit 1", "exec sleep 100", "while read x; do echo uciok; echo bestmove e9e9; done"])
+def test_a_labeller_gives_up_after_ten_failures(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("STOCKFISH_PATH", script(tmp_path / "engine", text))
+    monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
+    labeller, started = Labeller(), time.monotonic()
+    assert [labeller.label(OPENING) for _ in range(20)] == [()] * 20
+    assert labeller.failures == labeller.MAX_FAILURES == 10
+    assert time.monotonic() - started < 20  # training does not wait for an engine that hangs
