@@ -1,11 +1,12 @@
-"""GRPO as pure functions on tensors: advantages, the policy losses, KL, entropy.
+"""GRPO as pure functions on tensors: credit, advantages, the policy losses, KL, entropy.
 
 Rows are completions: N = B·G of them, the G of a group next to each other; T completion tokens, V vocabulary.
-A `mask` (N, T) is true on completion tokens, the end token among them. What lies outside never counts, even if it is
-NaN. Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
+A `mask` (N, T) is true on completion tokens, the end token included. Values outside it never count, not even NaN.
+Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """
 
 import math
+from bisect import bisect_right
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,36 +15,59 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "gspo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SCHEDULES = ("constant", "linear", "cosine")
 
-# exp of a log-ratio stops here. e^20 = 5e8 is far outside any trust region, yet small enough that its sum over a batch
-# and the square of that sum, which a gradient norm needs, still fit into fp32. Beyond the bound the gradient is zero.
+# Log-ratios are clamped here before exp. e^20 = 5e8 is far outside any trust region, yet a sum of such ratios over a
+# batch, and its square in a gradient norm, still fit into fp32. Beyond the bound the gradient is zero.
 MAX_LOG_RATIO = 20.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Advantages
+# Credit and advantages
 
 
-def advantages(rewards, group_size, scale="none"):
-    """Rewards (N, ...) against the mean of their group -> advantages of the same shape, each column by itself.
+def credit(answers, ends, tokens):
+    """What each piece of a reward gave each answer, values (N, K), and the tokens it judges, judged (N, T, K).
 
-    scale="group" also divides by the standard deviation of the group (Shao et al., 2024, DeepSeekMath); "none" does
-    not, as that favours prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO); "batch"
-    divides by the standard deviation of all rewards. Give it the rewards of the whole batch, never of a microbatch.
+    answers: for each answer its pieces (name, value, span of characters); ends: for each answer the character at which
+    each of its tokens ends; tokens: T. A token belongs to the span that its last character is in. A piece without a
+    span judges the whole answer, and so does one that an answer lacks: its value is 0 there.
     """
-    groups = rewards.view(-1, group_size, *rewards.shape[1:])  # (B, G, ...)
+    names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in answers for name, _, _ in pieces))}
+    values = torch.zeros(len(answers), len(names))
+    judged = torch.ones(len(answers), tokens, len(names))
+    for n, pieces in enumerate(answers):
+        for name, value, span in pieces:
+            values[n, names[name]] = value
+            if span:
+                first, last = bisect_right(ends[n], span[0]), bisect_right(ends[n], span[1])
+                judged[n, :first, names[name]] = judged[n, last:, names[name]] = 0
+    return values, judged
+
+
+def advantages(values, group_size, scale="none", deviation=None):
+    """Values (N, K) of the pieces of N rewards against the mean of their group -> advantages (N, K).
+
+    scale="group" divides by the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); "none"
+    does not, as that favours prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO);
+    "batch" divides by `deviation`, that of all rewards of the step.
+    """
+    groups = values.view(-1, group_size, values.shape[1])  # (B, G, K)
     result = groups - groups.mean(1, keepdim=True)
     if scale == "group":
-        result = result / (groups.std(1, keepdim=True) + 1e-4)
+        result = result / (groups.sum(2).std(1)[:, None, None] + 1e-4)
     elif scale == "batch":
-        result = result / (rewards.std(0) + 1e-4)
-    return result.masked_fill(zero_variance(rewards, group_size)[:, None], 0).flatten(0, 1)
+        result = result / (deviation + 1e-4)
+    return result.masked_fill(constant(groups)[:, None], 0).flatten(0, 1)
 
 
-def zero_variance(rewards, group_size):
-    """Groups (B, ...) whose rewards are all equal: they teach nothing, and must not, yet rounding of their mean would,
-    once divided by a deviation of nearly zero. The share of them is what logs call frac_zero_std."""
-    groups = rewards.view(-1, group_size, *rewards.shape[1:])
+def constant(groups):
+    """Groups (B, G, ...) whose values are all equal -> (B, ...). They teach nothing, and rounding of their mean must
+    not, once it is divided by a deviation of nearly zero. The share of them is what logs call frac_zero_std."""
     return groups.amax(1) - groups.amin(1) <= 1e-6
+
+
+def token_advantages(advantages, judged):
+    """Advantages (N, K) of the pieces and the tokens (N, T, K) they judge -> the advantage (N, T) of each token."""
+    return (advantages[:, None] * judged).sum(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,12 +117,12 @@ def policy_loss(
 
     ratio = ratio.detach()
     stats = {  # in gspo a completion's ratio counts once for each of its tokens
-        "tokens": mask.sum(),
+        "tokens": mask.sum().float(),
         "ratio_sum": torch.where(mask, ratio, 0).sum(),
         "ratio_min": torch.where(mask, ratio, torch.inf).amin(),
         "ratio_max": torch.where(mask, ratio, -torch.inf).amax(),
-        "clip_low": (clipped_low & mask).sum(),  # tokens whose gradient the clip has changed
-        "clip_high": (clipped_high & mask).sum(),
+        "clip_low": (clipped_low & mask).sum().float(),  # tokens whose gradient the clip has changed
+        "clip_high": (clipped_high & mask).sum().float(),
     }
     return aggregate(-objective, mask, loss, normalizer), stats
 
@@ -115,7 +139,7 @@ def loss_normalizer(mask, loss, max_completion_tokens):
 
 
 def aggregate(per_token, mask, loss, normalizer):
-    """Values (N, T) to one number in the way of `loss`; for the KL and entropy terms next to a policy loss, too."""
+    """Values (N, T) to one number in the way of `loss`; for the KL term next to a policy loss, too."""
     per_row = torch.where(mask.bool(), per_token, 0).sum(1)  # (N,)
     if loss in ("grpo", "gspo"):
         per_row = per_row / lengths(mask)[:, 0]
@@ -128,17 +152,11 @@ def lengths(mask):  # (N, 1)
 
 def merge_stats(parts):
     """The stats of microbatches as those of the whole: exact, as they are sums, minima and maxima."""
-    return {name: getattr(torch, how)(torch.stack([part[name] for part in parts])) for name, how in REDUCE.items()}
+    return {name: getattr(torch, reduction(name))(torch.stack([part[name] for part in parts])) for name in parts[0]}
 
 
-REDUCE = {
-    "tokens": "sum",
-    "ratio_sum": "sum",
-    "ratio_min": "amin",
-    "ratio_max": "amax",
-    "clip_low": "sum",
-    "clip_high": "sum",
-}
+def reduction(name):
+    return {"_min": "min", "_max": "max"}.get(name[-4:], "sum")
 
 
 def importance_weights(train_logprobs, rollout_logprobs, cap):
@@ -176,12 +194,6 @@ def kl(logprobs, ref_logprobs, mask, estimator):
     return torch.expm1(-log_ratio) + log_ratio  # expm1: near p = q the difference of two numbers close to 1 is noise
 
 
-def adapt_kl_coef(coef, kl, target, rate=0.1):
-    """The controller of Ziegler et al. (2019): moves the coefficient, by 2 % at most, so that KL goes to `target`."""
-    error = max(-0.2, min(0.2, kl / target - 1))  # in this order a KL that is NaN counts as too large
-    return coef * (1 + rate * error)
-
-
 def kl_warmup(step, steps, factor):
     """What the coefficient is multiplied by at `step` (from 0): a line from `factor` to 1 over the first `steps`."""
     return factor + (1 - factor) * min(1, step / steps) if steps else 1.0
@@ -200,22 +212,19 @@ def schedule(step, steps, warmup, kind):
 
 
 def logprobs_and_entropy(logits, tokens, temperature=1.0):
-    """Logits (..., V), tokens (...) -> the tokens' logprobs and the distribution's entropy, both (...) in fp32.
+    """Logits (N, T, V), tokens (N, T) -> the tokens' logprobs and the distribution's entropy, both (N, T) in fp32.
 
-    The distribution is the sampled one, softmax(logits / temperature); -inf marks what sampling has filtered out.
-    Both results have a gradient, and an unused one costs nothing in backward.
+    The distribution is the sampled one, softmax(logits / temperature). The entropy has no gradient: it is a metric.
     """
-    return LogprobEntropy.apply(logits, tokens, temperature)
+    return LogprobsAndEntropy.apply(logits, tokens, temperature)
 
 
-class LogprobEntropy(torch.autograd.Function):
-    """Autograd by itself would keep several fp32 tensors of the logits' size, which for GPT-2's vocabulary are the
-    largest of all. Here they exist for a few rows at a time, and backward makes them again from the logits."""
+class LogprobsAndEntropy(torch.autograd.Function):
+    """Autograd would keep several fp32 tensors of the logits' size, the largest of all with GPT-2's vocabulary. Here
+    they exist for a few rows at a time, and backward computes them again from the logits."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature):
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
         wide = torch.promote_types(logits.dtype, torch.float32)
         logprobs = torch.empty(tokens.shape, device=logits.device, dtype=wide)
         entropy = torch.empty_like(logprobs)
@@ -223,28 +232,25 @@ class LogprobEntropy(torch.autograd.Function):
             logp = (logits[rows].to(wide) / temperature).log_softmax(-1)
             logprobs[rows] = logp.gather(-1, tokens[rows, ..., None]).squeeze(-1)
             entropy[rows] = torch.special.entr(logp.exp_()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
-        ctx.save_for_backward(logits, tokens, entropy)
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature, ctx.wide = temperature, wide
+        ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
-        logits, tokens, entropy = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for rows in chunks(logits):
-            p = (logits[rows].to(entropy.dtype) / ctx.temperature).softmax(-1)
-            grad = torch.zeros_like(p)
-            if grad_entropy is not None:  # dH/dx = p (-log p - H)
-                grad += grad_entropy[rows, ..., None] * (torch.special.entr(p) - p * entropy[rows, ..., None])
-            if grad_logprobs is not None:  # dlogp/dx = onehot - p
-                upstream = grad_logprobs[rows, ..., None]
-                grad -= upstream * p
-                grad.scatter_add_(-1, tokens[rows, ..., None], upstream)
-            grad_logits[rows] = grad / ctx.temperature
-        return grad_logits, None, None
+    def backward(ctx, upstream, _):
+        logits, tokens = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for rows in chunks(logits):  # d logp / d logits = onehot - p
+            part = -(logits[rows].to(ctx.wide) / ctx.temperature).softmax(-1)
+            part.scatter_add_(-1, tokens[rows, ..., None], torch.ones_like(part[..., :1]))
+            gradient[rows] = part * (upstream[rows, ..., None] / ctx.temperature)
+        return gradient, None, None
 
 
-def chunks(logits, elements=2**22):
-    """Slices of the first dimension with about so many elements each."""
+def chunks(logits):
+    """Slices of the first dimension: small ones for a CPU's caches, on CUDA as few launches as memory allows."""
+    elements = 2**28 if logits.is_cuda else 2**22
     step = max(1, elements * len(logits) // max(1, logits.numel()))
     return [slice(i, i + step) for i in range(0, len(logits), step)]

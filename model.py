@@ -1,8 +1,11 @@
-"""GPT-2 for reading: the forward pass, Hugging Face folders in and out, the tokenizer.
+"""GPT-2: the forward pass, with prompts that a group shares and a cache; a Hugging Face folder in and out.
 
-There is no dropout, whatever config.json says: with it the policy and its reference are two different functions, and
-KL is large before the first update. One forward serves training, prefill and decoding, so that sampling and training
-follow one numerical path. Names and sizes are GPT-2's own (Radford et al., 2019), as in transformers' GPT2LMHeadModel.
+There is no dropout, whatever config.json says: with it policy and reference are two different functions, and KL is
+large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
+compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
+
+Sizes: B prompts, G rows in a group, N = B·G rows, P prompt tokens, T completion tokens, V vocabulary;
+C = H·D channels in H heads.
 """
 
 import json
@@ -10,9 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,9 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from folder import fetch, read_config, read_weights
-from machine import pack, packed_product, packs
-from tokenizer import LoadError, Tokenizer, has_tokenizer
+from nanorook.folder import fetch, read_config, read_weights
+from nanorook.tokenizer import LoadError, Tokenizer
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
@@ -36,49 +36,38 @@ class GPTConfig:
     n_head: int = 12
     layer_norm_epsilon: float = 1e-5
     eos_token_id: int = 50256
-    chess_format: str = "rookworld"  # how this model writes chess, see tasks.py; model.py only carries it along
+    extra: dict = field(default_factory=dict)  # other entries of config.json, kept for the task and for save()
 
 
 @dataclass
 class Prompt:
-    """What the rows of a group share: keys and values of their prompt, without its last token.
+    """The part of the prompts that a group's rows share: keys and values of all tokens but the last.
 
-    The last prompt token is the first one that each row feeds by itself, so that its output predicts the row's first
-    new token and nothing else has to be kept from prefill.
+    The last prompt token is the first token that each row feeds to the model: its output predicts the row's first new
+    token, so nothing but keys and values has to be kept.
     """
 
     keys: list  # one (B, H, P, D) for each layer
     values: list
     lengths: torch.Tensor  # (B,) tokens before the last one
-    bias: torch.Tensor | None  # (B, 1, 1, P), 0 on a prompt's tokens, -inf on its padding; None: nothing to add
+    bias: torch.Tensor  # (B, 1, 1, P) added to scores: 0 on a prompt's tokens, -inf on its padding
 
     def select(self, groups):
         """The prompts of some groups only."""
         keys, values = [k[groups] for k in self.keys], [v[groups] for v in self.values]
-        return Prompt(keys, values, self.lengths[groups], None if self.bias is None else self.bias[groups])
-
-    def to(self, dtype):
-        """In `dtype`, and lying as decoding's products read it at every step."""
-        keys = [k.to(dtype).mT.contiguous().mT for k in self.keys]
-        values = [v.to(dtype).contiguous() for v in self.values]
-        return Prompt(keys, values, self.lengths, self.bias if self.bias.is_cuda or self.bias.any() else None)
+        return Prompt(keys, values, self.lengths[groups], self.bias[groups])
 
 
 class Linear(nn.Linear):
-    """The product is made in `dtype`, whatever the weights and the input are; with `gelu`, its GELU."""
+    """The product is computed in `dtype`, whatever the weights and the input are."""
 
     dtype = torch.float32
-    packed = None  # the weight in oneDNN's own order, see GPT.packing
 
     def reset_parameters(self):
         pass  # GPT initialises
 
-    def forward(self, x, gelu=False):
-        x = x.to(self.dtype)
-        if self.packed is not None:
-            return packed_product(x, self.packed, self.bias.to(self.dtype), "gelu" if gelu else "none")
-        y = F.linear(x, self.weight.to(self.dtype), self.bias.to(self.dtype))
-        return F.gelu(y, approximate="tanh") if gelu else y  # gelu_new
+    def forward(self, x):
+        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
 
 
 class Attention(nn.Module):
@@ -89,48 +78,39 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, bias, prompt, cache, at):
-        N, S, C = x.shape
-        if prompt is None:
-            q, k, v = self.project(x, N).squeeze(3)  # (N, H, S, D)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if q.is_cuda else attend(q, k, v, bias)
-            return self.c_proj(y.transpose(1, 2).reshape(N, S, C)), (k, v)
-        B = len(prompt[0])
-        q, k, v = own = self.project(x, B)  # (B, H, G, S, D)
-        if cache is None:
-            shared = (t[:, :, None].expand(-1, -1, N // B, -1, -1) for t in prompt[:2])
-            y = attend(q, *(torch.cat(pair, 3) for pair in zip(shared, (k, v))), bias)  # to P + S keys
-        else:  # decoding: S = 1, this token's place in the cache is `at`
-            for store, new in zip(cache, (k, v)):
-                if store.is_cuda:  # a captured step finds the place by itself
-                    store.index_copy_(3, at, new.to(store.dtype))
-                else:  # in half the time
-                    store.narrow(3, int(at), 1).copy_(new)
-            y = attend_shared(q.to(store.dtype, memory_format=torch.contiguous_format), *cache, bias, *prompt)
-        return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), own[1:]
-
-    def project(self, x, B):
-        """Queries, keys and values of the rows of B groups: (3, B, H, G, S, D)."""
         (N, S, C), H = x.shape, self.n_head
-        return self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)
+        B = N if prompt is None else len(prompt[0])  # without a shared prompt each row is a group of its own
+        q, k, v = self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)  # (B, H, G, S, D)
+        if prompt is None:
+            y = attend(q, k, v, bias)
+        elif cache is None:  # training: each row's keys follow a copy of its prompt's
+            shared = (x[:, :, None].expand(-1, -1, N // B, -1, -1) for x in prompt[:2])
+            y = attend(q, *(torch.cat(pair, 3) for pair in zip(shared, (k, v))), bias)
+        else:  # decoding: S = 1
+            for stored, new in zip(cache, (k, v)):
+                stored[:, :, :, at] = new.to(stored.dtype)
+            y = attend_shared(q.to(cache[0].dtype), *(x[:, :, :, : bias.shape[-1]] for x in cache), bias, *prompt)
+        return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), (k, v)
 
 
 def attend(q, k, v, bias):
-    """Queries (…, S, D) to keys (…, K, D), written out: on CPU in bf16 1.5 times as fast as the fused kernel."""
+    """Queries (…, S, D) to keys (…, K, D). On a CPU in bf16 this is 1.5 times as fast as the fused kernel."""
+    if q.is_cuda and bias.ndim == 2:  # plain causal attention, G = 1
+        return F.scaled_dot_product_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True)[:, :, None]
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # (…, S, K)
     scores += bias.to(scores.dtype)
     return scores.softmax(-1) @ v
 
 
 def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """A token of each row (B, H, G, 1, D) to its own row's keys (B, H, G, K, D) and its group's prompt (B, H, P, D).
+    """One token of each row (B, H, G, 1, D) to its row's keys (B, H, G, K, D) and its group's prompt (B, H, P, D).
 
-    The G rows of a group are G queries to one prompt, one matrix product: decoding reads more than it computes, so a
-    prompt is read once for its group, never copied for each row.
+    The G rows are G queries to one prompt, one matrix product: decoding is bound by reading memory, so a prompt is
+    read once for its group and not copied for each row.
     """
     q = q * q.shape[-1] ** -0.5
     to_prompt = q[:, :, :, 0] @ prompt_k.transpose(-1, -2)  # (B, H, G, P)
-    if prompt_bias is not None:
-        to_prompt += prompt_bias.to(to_prompt.dtype)
+    to_prompt += prompt_bias.to(to_prompt.dtype)
     to_own = q @ k.transpose(-1, -2)  # (B, H, G, 1, K)
     to_own += bias.to(to_own.dtype)
     weights = torch.cat([to_prompt[:, :, :, None], to_own], -1).softmax(-1)
@@ -141,143 +121,124 @@ def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        C = config.n_embd
+        self.ln_1 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.mlp = nn.ModuleDict(
-            {"c_fc": Linear(config.n_embd, 4 * config.n_embd), "c_proj": Linear(4 * config.n_embd, config.n_embd)}
-        )
+        self.ln_2 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
+        self.mlp = nn.ModuleDict({"c_fc": Linear(C, 4 * C), "c_proj": Linear(4 * C, C)})
 
     def forward(self, x, *context):
-        y, own = self.attn(self.ln_1(x), *context)
+        y, keys_and_values = self.attn(self.ln_1(x), *context)
         x = x + y
-        return x + self.mlp["c_proj"](self.mlp["c_fc"](self.ln_2(x), gelu=True)), own
+        y = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")  # gelu_new
+        return x + self.mlp["c_proj"](y), keys_and_values
 
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see use()
-    packed = None  # the unembedding in oneDNN's own order, see packing()
+    tokenizer = None  # load() sets it
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd, _weight=torch.empty(config.vocab_size, config.n_embd))
-        self.wpe = nn.Embedding(
-            config.n_positions, config.n_embd, _weight=torch.empty(config.n_positions, config.n_embd)
-        )
+        V, C = config.vocab_size, config.n_embd
+        self.wte = nn.Embedding(V, C, _weight=torch.empty(V, C))
+        self.wpe = nn.Embedding(config.n_positions, C, _weight=torch.empty(config.n_positions, C))
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.ln_f = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
+        self.register_buffer("unembedding", None, persistent=False)  # of a cast() twin; else the head is tied to wte
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if p.is_meta:
-                continue  # to be loaded; and drawing there would import half of torch, for two seconds
+                continue  # load() fills it; and drawing there would import half of torch, for two seconds
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
-    def forward(self, tokens, prompt=None, cache=None, at=None):
-        """Logits (N, S, V) of the token after each of `tokens` (N, S).
+    def forward(self, tokens):
+        """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention."""
+        S = tokens.shape[1]
+        return self.head(self.trunk(tokens, torch.arange(S, device=tokens.device), causal_bias(S, tokens.device))[0])
 
-        model(tokens)                        plain causal attention
-        model(tokens, prompt)                training: rows that continue their group's shared prompt, N = B·G
-        model(tokens, prompt, cache, at)     decoding: S = 1; `at` (1,) is the token's place in the cache
-        """
-        return self.head(self.trunk(tokens, prompt, cache, at)[0])
-
-    def head(self, x):
-        x = x.to(self.dtype)
-        return F.linear(x, self.unembedding().to(self.dtype)) if self.packed is None else packed_product(x, self.packed)
-
-    def unembedding(self):
-        return self.wte.weight  # tied; a cast twin has one of its own
-
-    def use(self, dtype):
-        """Matrix products in `dtype` from now on; weights, residuals and layer norms stay as they are."""
-        for layer in self.modules():
-            if isinstance(layer, Linear | GPT):
-                layer.dtype = dtype
-        return self
-
-    def cast(self, dtype):
-        """A twin for sampling, without gradients: it computes what use(dtype) computes, from matrices that are cast
-        once and not at every token. Everything else it shares."""
-        with torch.device("meta"):
-            twin = GPT(self.config)
-        twin.load_state_dict(self.state_dict(), assign=True)
-        for layer in twin.modules():
-            if isinstance(layer, Linear):
-                layer.to(dtype)
-        unembedding = self.wte.weight.detach().to(dtype)
-        twin.unembedding = lambda: unembedding
-
-        def recast(*_):  # after other weights have been loaded
-            unembedding.copy_(twin.wte.weight)
-
-        twin.register_load_state_dict_post_hook(recast)
-        if "tokenizer" in self.__dict__:
-            twin.tokenizer = self.tokenizer
-        return twin.use(dtype).requires_grad_(False)
-
-    @contextmanager
-    def packing(self):
-        """For decoding on a CPU in bf16: matrices that lie as oneDNN reads them, not packed at each token, and GELU as
-        part of a product. Elsewhere nothing changes."""
-        here = packs(self.wte.weight.device, self.dtype)
-        layers = [layer for layer in self.modules() if here and isinstance(layer, Linear | GPT)]
-        for layer in layers:
-            weight = self.unembedding() if layer is self else layer.weight
-            layer.packed = pack(weight.to(self.dtype))
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.packed = None
-
-    def trunk(self, tokens, prompt=None, cache=None, at=None, keys_only=False):
-        """Hidden states (N, S, C) and each layer's keys and values of `tokens`; or these alone, and no states."""
-        (N, S), device = tokens.shape, tokens.device
-        positions = torch.arange(S, device=device) if at is None else at  # (S,)
-        own = torch.arange(S if cache is None else cache.keys[0].shape[3], device=device)
-        bias = torch.zeros(S, len(own), device=device).masked_fill_(own > positions[:, None], -math.inf)
-        if prompt is not None:
-            B = len(prompt.lengths)
-            positions = prompt.lengths.repeat_interleave(N // B)[:, None] + positions  # (N, S)
-            if cache is None:  # (B, 1, 1, S, P + S)
-                bias = torch.cat([prompt.bias[:, None].expand(B, 1, 1, S, -1), bias.expand(B, 1, 1, S, S)], -1)
-        x = self.wte(tokens) + self.wpe(positions)
-        keys, values = [], []
-        for i, block in enumerate(self.h):
-            shared = (prompt.keys[i], prompt.values[i], prompt.bias) if prompt is not None else None
-            stored = (cache.keys[i], cache.values[i]) if cache is not None else None
-            if keys_only and block is self.h[-1]:  # nobody reads the rest of it
-                x, (_, k, v) = None, block.attn.project(block.ln_1(x), N).squeeze(3)
-            else:
-                x, (k, v) = block(x, bias, shared, stored, at)
-            keys.append(k)
-            values.append(v)
-        return x if keys_only else self.ln_f(x), keys, values
+    def score(self, tokens, lengths, completions):
+        """Training: logits (N, T, V) of each token of `completions` (N, T), whose groups share the prompts
+        `tokens` (B, P)."""
+        (N, T), B, device = completions.shape, len(tokens), tokens.device
+        prompt = self.prefill(tokens, lengths)
+        last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
+        own = causal_bias(T, device).expand(B, 1, 1, T, T)
+        bias = torch.cat([prompt.bias[:, None].expand(B, 1, 1, T, -1), own], -1)  # (B, 1, 1, T, P + T)
+        positions = prompt.lengths.repeat_interleave(N // B)[:, None] + torch.arange(T, device=device)  # (N, T)
+        return self.head(self.trunk(torch.cat([last, completions[:, :-1]], 1), positions, bias, prompt)[0])
 
     def prefill(self, tokens, lengths):
         """The shared part of B prompts: tokens (B, P) padded on the right, lengths (B,) with the last token counted.
 
         Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
         """
-        _, keys, values = self.trunk(tokens[:, :-1], keys_only=True)
-        padding = torch.arange(tokens.shape[1] - 1, device=tokens.device) >= lengths[:, None] - 1  # (B, P - 1)
-        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
-        return Prompt(keys, values, lengths - 1, bias)
+        tokens = tokens[:, :-1]
+        P, device = tokens.shape[1], tokens.device
+        _, keys, values = self.trunk(tokens, torch.arange(P, device=device), causal_bias(P, device))
+        padding = torch.arange(P, device=device) >= lengths[:, None] - 1  # (B, P)
+        bias = torch.zeros(padding.shape, device=device).masked_fill_(padding, -math.inf)[:, None, None]
+        return Prompt([k[:, :, 0] for k in keys], [v[:, :, 0] for v in values], lengths - 1, bias)
 
-    def score(self, tokens, lengths, completions):
-        """Logits (N, T, V) for each token of `completions` (N, T), whose groups share the prompts `tokens` (B, P)."""
-        last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(len(completions) // len(tokens), 0)  # (N, 1)
-        return self(torch.cat([last, completions[:, :-1]], 1), self.prefill(tokens, lengths))
+    def decode(self, tokens, prompt, cache, t):
+        """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
+
+        On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
+        """
+        device = tokens.device
+        if torch.is_tensor(t):
+            at, written = t, torch.arange(cache.keys[0].shape[3], device=device) <= t
+            bias = torch.where(written, 0.0, -math.inf)  # all T tokens are read, as a graph needs fixed shapes
+        else:
+            at, bias = slice(t, t + 1), torch.zeros(t + 1)  # only what is written is read
+        positions = prompt.lengths.repeat_interleave(len(tokens) // len(prompt.lengths))[:, None] + t  # (N, 1)
+        return self.head(self.trunk(tokens, positions, bias, prompt, cache, at)[0])[:, 0]
+
+    def trunk(self, tokens, positions, bias, prompt=None, cache=None, at=None):
+        """Hidden states (N, S, C) of `tokens`, and each layer's keys and values."""
+        x = self.wte(tokens) + self.wpe(positions)
+        keys, values = [], []
+        for i, block in enumerate(self.h):
+            shared = None if prompt is None else (prompt.keys[i], prompt.values[i], prompt.bias)
+            stored = None if cache is None else (cache.keys[i], cache.values[i])
+            x, (k, v) = block(x, bias, shared, stored, at)
+            keys.append(k)
+            values.append(v)
+        return self.ln_f(x), keys, values
+
+    def head(self, x):
+        weight = self.wte.weight if self.unembedding is None else self.unembedding
+        return F.linear(x.to(self.dtype), weight.to(self.dtype))
+
+    def use(self, dtype):
+        """Matrix products are in `dtype` from now on; weights, residuals and layer norms stay as they are."""
+        for layer in self.modules():
+            if isinstance(layer, Linear | GPT):
+                layer.dtype = dtype
+        return self
+
+    def cast(self, dtype):
+        """A twin without gradients, for sampling or as a reference: it computes what use(dtype) computes, from matrices
+        that are cast once and not at every token. All other weights it shares with this model."""
+        with torch.device("meta"):
+            twin = GPT(self.config)
+        twin.load_state_dict(self.state_dict(), assign=True)
+        for layer in twin.modules():
+            if isinstance(layer, Linear):
+                layer.to(dtype)
+        twin.unembedding = self.wte.weight.detach().to(dtype)
+        twin.tokenizer = self.tokenizer
+        return twin.use(dtype).requires_grad_(False)
 
     @classmethod
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
         folder = fetch(source)
         config, weights = read_config(folder, GPTConfig), read_weights(folder)
-        if config.n_layer > len(weights):  # a stranger's millions of layers would take hours to build
+        if config.n_layer > len(weights):  # a damaged config's millions of layers would take hours to build
             raise LoadError(f"{folder}: config.json asks for {config.n_layer} layers, the weights have fewer tensors.")
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
@@ -301,16 +262,11 @@ class GPT(nn.Module):
                 raise LoadError(f"{folder}: tensor {name} has shape {shapes[0]}, but config.json asks for {shapes[1]}.")
         model.load_state_dict(found, assign=True)
         model.requires_grad_(True)
-        if has_tokenizer(folder):
-            model.tokenizer = Tokenizer.load(folder)
-            if model.tokenizer.vocab_size > model.config.vocab_size:
-                raise LoadError(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
-            model.config.eos_token_id = model.tokenizer.eos
+        model.tokenizer = Tokenizer.load(folder)  # GPT-2's own where the folder has no tokenizer files
+        if model.tokenizer.vocab_size > config.vocab_size:
+            raise LoadError(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
+        config.eos_token_id = model.tokenizer.eos
         return model
-
-    @cached_property
-    def tokenizer(self):
-        return Tokenizer.gpt2()  # a folder without tokenizer files is taken for GPT-2's own
 
     def save(self, path, dtype=torch.float32):
         """A folder that transformers and vLLM open. A new one appears whole or not at all; in an old one each file is
@@ -324,6 +280,7 @@ class GPT(nn.Module):
                 for name, p in self.state_dict().items()
             }
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+            config = asdict(self.config)
             config = {
                 "architectures": ["GPT2LMHeadModel"],
                 "model_type": "gpt2",
@@ -331,12 +288,12 @@ class GPT(nn.Module):
                 **{name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
                 "bos_token_id": self.config.eos_token_id,
                 "torch_dtype": str(dtype).removeprefix("torch."),
-                **asdict(self.config),
+                **config.pop("extra"),
+                **config,
             }
             (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            if "tokenizer" in self.__dict__:  # known, so worth keeping; GPT-2's default would need the network
-                for name, content in self.tokenizer.files.items():
-                    (temporary / name).write_bytes(content)
+            for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
+                (temporary / name).write_bytes(content)
             for file in temporary.iterdir():
                 file.chmod(0o644)  # safetensors writes for the owner alone
             if path.exists():
@@ -349,5 +306,6 @@ class GPT(nn.Module):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def is_gain(name):
-    return "ln_" in name and name.endswith(".weight")
+def causal_bias(S, device):
+    """(S, S), added to scores: -inf where a key follows its query."""
+    return torch.full((S, S), -math.inf, device=device).triu_(1)

@@ -1,52 +1,176 @@
-"""What a completion is worth: the grammar of the answers, the rules of chess as judge, graduated rewards and penalties.
+"""The task: what is asked, what is true, what an answer is worth. This file is chess; TASK=FILE.py names another one.
 
-`grade` gives a reward in [-0.3, 1] and its parts. A task is one function: it reads a completion, says what is right
-in it (`metrics`), and which share of each piece of the reward that earns (`shares`, at most 1). No tensors in here.
+A task file provides what train.py and the tools that are not about chess ask for (examples/letters.py is a small one):
+
+    start_model()                       the folder of the model that training starts from, made first if need be
+    DEFAULTS                            {setting: default} where the task needs others than train.py has
+    load(source, config)                what questions are about: (training items, held-out items), two lists
+    ask(items, count, rng, config)      `count` Questions about some of the items, the same for the same rng
+    LIMITS                              {kind of question: the most tokens that an answer may have}
+    grade(question, text, hit_limit, step)    Grade: the reward, its pieces, and metrics to be logged
+
+`config` is the model's, whose `extra` holds what its folder says of the text format. Chess has two kinds of questions:
+
+    policy        P: a position             ->  five candidate moves, their evaluations, the best of them
+    environment   A: a position and a move  ->  the next position, reward, terminated, truncated
+
+The truth about a policy comes from Stockfish's labels, the truth about the environment from python-chess.
 """
 
+import math
 import re
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chess
 from rapidfuzz.distance import Levenshtein
 
-import tasks
+from nanorook import positions
+from nanorook.positions import contract_board, environment_move, expand_board, held_out
+from nanorook.settings import setting
+from nanorook.stockfish import Labeller
+from nanorook.tokenizer import LoadError
+
+# fmt: off
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.3, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
+MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "limit of a policy completion", low=1)
+MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an environment completion", low=1)
+RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
+REWARD_WARMUP_STEPS        = setting("REWARD_WARMUP_STEPS", 0, "steps over which the reward's weight moves from structure to content", low=0)
+# fmt: on
+
+DEFAULTS = {}
+LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
+ILLEGAL_SHARE = 1 / 3  # of the moves that are asked about; with fewer, the model stops recognising them
+
+
+class Question(NamedTuple):
+    kind: str  # "policy" or "environment"; questions of one kind are sampled together
+    prompt: str
+    truth: Any  # ((uci, centipawns), ...) best first; or (next FEN, reward, terminated, truncated)
+
+
+class Grade(NamedTuple):
+    reward: float  # the sum of the pieces' values
+    pieces: tuple  # (name, value, (start, end) of the characters it judges, or None: the whole answer)
+    metrics: dict  # name -> float, averaged over answers and logged
+
+
+def start_model():
+    return "weights/tiny"
+
+
+def load(source, config):
+    found = positions.load(source)  # a position where the game is over has no question
+    return positions.split([p for p in found if p.moves or p.asked or any(chess.Board(p.fen).legal_moves)])
+
+
+def ask(items, count, rng, config):
+    """First environment questions, then policy questions, about different positions."""
+    text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
+    chosen = rng.sample(items, min(count, len(items)))
+    questions = [environment_question(p, rng, text_format) for p in chosen[:environment]]
+    return questions + [policy_question(p, text_format) for p in chosen[environment:]]
+
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Grade.parts: plain names say what is right, `earned/...` what it paid. All are floats.
-#
-#   both tasks     runaway           the completion hit its length limit without an end token
-#                  structure         its fields are there and in order; 0 is malformed (the environment's "invalid")
-#   policy         parse             the moves and numbers can be read
-#                  legal, top5, best the move after B: is legal, one of the engine's five, (as good as) its best
-#                  candidates        of the engine's five, the share that is listed after M:
-#                  candidates_legal  of the moves listed, the share that is legal; a repeated one counts once
-#                  eval_mae          error of the evaluations in pawns, over the candidates that the engine names too
-#                  cp_loss           what the best move gives away, in pawns; known for the engine's five
-#   environment    next_state        the very FEN
-#                  next_state_nls    normalised Levenshtein similarity of the FEN
-#                  reward_match, reward_mae, terminated_match, truncated_match   the other three fields
-#   what was paid  earned/NAME       NAME is a key of POLICY or ENVIRONMENT below, or `malformed`; together they are
-#                                    the reward before the runaway penalty
-#
-# What cannot be known is left out: eval_mae, cp_loss and reward_mae where there is nothing to compare, and top5, best
-# and candidates for a position without labels (there only the rungs up to `legal` can be earned).
+# Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` is the embedded model's: a
+# board has one character for each square and a prompt has a fixed width, so a square always stands at the same place.
+
+WIDTH = {"P: ": 94, "A: ": 160, "L: ": 94}  # of an expanded prompt: the longest FEN, move and history fit
+
+
+def chess_format(config):
+    name = config.extra.get("chess_format", "rookworld")
+    if name not in ("rookworld", "expanded"):
+        raise LoadError(f"config.json: chess_format is {name!r}, but it has to be 'rookworld' or 'expanded'.")
+    return name
+
+
+def write_fen(fen, text_format):
+    return expand_board(fen) if text_format == "expanded" else fen
+
+
+def write_prompt(prefix, text, text_format):
+    return (prefix + text).ljust(WIDTH[prefix]) if text_format == "expanded" else prefix + text
+
+
+def policy_prompt(fen, text_format):
+    return write_prompt("P: ", write_fen(fen, text_format), text_format)
+
+
+def policy_completion(fen, moves, text_format):
+    """The ideal answer: `moves` in the order given, their evaluations in pawns, the best of them."""
+    names = " ".join(uci for uci, _ in moves)
+    evals = " ".join(str(cp / 100) for _, cp in moves)
+    best = max(moves, key=lambda m: m[1])[0]
+    if text_format == "expanded":
+        return f"M: {names} E: {evals} B: {best}"
+    return f"{fen:90}"[len(fen) :] + f"M: {names:30}E: {evals:40}B: {best}"  # RookWorld pads its fields
+
+
+def environment_prompt(fen, move, history, text_format):
+    """`history` ends with `move`."""
+    return write_prompt("A: ", f"{write_fen(fen, text_format)}+{move}+{' '.join(history)}+", text_format)
+
+
+def environment_completion(next_fen, reward, terminated, truncated, text_format):
+    return f"{write_fen(next_fen, text_format)}+{reward}+{int(terminated)}+{int(truncated)}"
+
+
+def policy_question(position, text_format):
+    return Question("policy", policy_prompt(position.fen, text_format), position.moves)
+
+
+def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
+    """Asks about the position's own move if it has one. No move leads from a training board to a held-out one."""
+    board, move = chess.Board(position.fen), position.asked
+    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, which games never reach
+        board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
+        board.fullmove_number += 74
+    fen = board.fen()
+    move = move or environment_move(board, rng, illegal_share, position.moves and position.moves[0][0])
+    truth = transition(fen, move)
+    while held_out(truth[0]) and not held_out(fen):
+        move = environment_move(board, rng, illegal_share)
+        truth = transition(fen, move)
+    history = (*position.history, move)[-10:]
+    return Question("environment", environment_prompt(fen, move, history, text_format), truth)
+
+
+def transition(fen, move):
+    """What the rules say of `move`: (next FEN, reward, terminated, truncated), in the convention of RookWorld's data.
+
+    An illegal move leaves the position as it was. Draws are those that end a game without a claim: stalemate, bare
+    material, 75 moves. (A fivefold repetition takes 16 half-moves, more than the ten that a prompt shows.)
+    """
+    board = chess.Board(fen)
+    if move not in {legal.uci() for legal in board.legal_moves}:
+        return fen, -1.0, False, True
+    board.push_uci(move)
+    outcome = board.outcome()
+    if outcome is None:
+        return board.fen(), 0.001, False, False
+    return board.fen(), 0.5 if outcome.winner is None else 1.0, True, False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reward: pieces with weights that add up to 1
 
 MALFORMED = -0.3
-LIMIT = 4096  # characters; no answer has a tenth of it, and it bounds the work on any other
-PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-WASTED = 0.25  # what an illegal or repeated candidate costs, where a legal one earns 1: to list one pays from 20 % on
+MAX_CHARACTERS = 4096  # no answer has a tenth of it, and it bounds the work on any other
+MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
+WASTED = 0.25  # cost of an illegal or repeated candidate, where a legal one earns 1: listing one pays from 20 % on
 
-# The policy's ladder: structure < parse < legal < top5 < best. Each of the last three outweighs all that can be earned
-# beside them (clean to evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
-POLICY = {
-    "structure": 0.02,
-    "parse": 0.04,
+# The ladder of the best move: legal < top5 < best. Each of them outweighs all that can be earned beside them (clean to
+# evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
+POLICY_WEIGHTS = {
+    "structure": 0.02,  # the headers M:, E:, B: in order
+    "parse": 0.04,  # moves and numbers can be read
     "clean": 0.02,  # no text after the last field
     "listed": 0.01,  # the best move is one of the candidates
     "candidates_legal": 0.08,
-    "candidates": 0.05,
+    "candidates": 0.05,  # candidates that are among the engine's five
     "evals": 0.03,
     "legal": 0.22,
     "top5": 0.22,
@@ -54,59 +178,57 @@ POLICY = {
     "best": 0.22,
 }
 
-# The very FEN outweighs the other three fields together.
-ENVIRONMENT = {
+# The next position outweighs the other three fields together.
+ENVIRONMENT_WEIGHTS = {
     "structure": 0.1,
-    "next_state": 0.4,
-    "fields": 0.15,  # how many of the FEN's six fields are right
-    "similarity": 0.1,  # and how near each of them is, by edit distance
+    "next_state": 0.25,  # the very FEN
+    "words": 0.3,  # share of its words that are right: eight ranks, turn, castling, en passant, two clocks
+    "similarity": 0.1,  # how near each word is, by edit distance
     "reward": 0.05,  # by distance
     "reward_match": 0.05,
-    "terminated_match": 0.075,
-    "truncated_match": 0.075,
+    "terminated": 0.075,
+    "truncated": 0.075,
 }
 
 
-class Grade(NamedTuple):
-    reward: float
-    parts: dict
+def grade(question, text, hit_limit=False, step=math.inf):
+    """The worth of `text`, an answer without its end token; `hit_limit` says that it had none.
 
-
-def grade(prompt, completion, labels, truncated, *, runaway_multiplier=0.3, warmup=1.0):
-    """The worth of `completion`, a text without its end token; `truncated` says that it had none when it hit its limit.
-
-    `labels` is ((uci, centipawns), ...) for `P: ` and what tasks.transition says for `A: ` (None: it is asked here).
-    A `warmup` below 1 moves weight from the content to the structure; at 0 the structure is all that counts.
+    Until step REWARD_WARMUP_STEPS weight moves from the structure to the content: at step 0 structure is all.
     """
-    task, weights = TASKS[prompt[:3]]
-    metrics, shares = task(prompt, completion, labels)
-    form = sum(weights.get(name, 0) for name in ("structure", "parse"))
-    raised = (1 - warmup * (1 - form)) / form
-    earned = {"earned/malformed": 0.0 if metrics["structure"] else MALFORMED}
-    for name, weight in weights.items():
-        earned["earned/" + name] = weight * shares[name] * (raised if name in ("structure", "parse") else warmup)
-    reward = round(sum(earned.values()), 9)  # a perfect answer is worth 1.0, not 0.9999999999999999
-    if truncated and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all one
-        reward *= runaway_multiplier
-    metrics["runaway"] = truncated
-    return Grade(reward, {name: float(value) for name, value in (metrics | earned).items()})
+    pieces, metrics = {"policy": grade_policy, "environment": grade_environment}[question.kind](question, text)
+    warmup = min(1.0, step / REWARD_WARMUP_STEPS) if REWARD_WARMUP_STEPS else 1.0
+    if warmup < 1:
+        weights = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}[question.kind]
+        form = sum(weights.get(name, 0) for name in ("structure", "parse"))
+        factors = {"malformed": 1.0} | dict.fromkeys(("structure", "parse"), (1 - warmup * (1 - form)) / form)
+        pieces = [(name, value * factors.get(name, warmup), span) for name, value, span in pieces]
+    reward = sum(value for _, value, _ in pieces)
+    if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
+        pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1), None))
+        reward *= RUNAWAY_PENALTY_MULTIPLIER
+    return Grade(round(reward, 9), tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The grammar. Only the space separates, and a run of them is one (RookWorld pads its fields); digits are ASCII.
+# The grammar of answers. Only the space separates, and a run of spaces counts as one; digits are ASCII.
 
 UCI = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
-def split_words(text):
-    return [word for word in text.split(" ") if word] if len(text) <= LIMIT else []
+def find_words(text, separators=" "):
+    """(word, (start, end)) for each word; the span includes the separator that ends the word."""
+    if len(text) > MAX_CHARACTERS:
+        return []
+    return [(match[1], match.span()) for match in re.finditer(rf"([^{separators}]+)[{separators}]?", text)]
 
 
-def read_policy(completion):
-    """(structure, answer) of `M: moves E: numbers B: move`. The answer is (moves, numbers, best, words after it), or
-    None where the three headers stand in order but what is between them cannot be read."""
-    words = split_words(completion)
+def parse_policy(text):
+    """(structure, answer) of `M: moves E: numbers B: move`. The answer is (moves, numbers, best, words after it), each
+    with its span, or None where the headers stand in order but what is between them cannot be read."""
+    found = find_words(text)
+    words = [word for word, _ in found]
     try:
         e = words.index("E:")
         b = words.index("B:", e)
@@ -114,122 +236,135 @@ def read_policy(completion):
         return False, None
     if words[0] != "M:":
         return False, None
-    moves, numbers, best = words[1:e], words[e + 1 : b], words[b + 1 : b + 2]
+    moves, numbers, best = found[1:e], found[e + 1 : b], found[b + 1 : b + 2]
     if (
         not (moves and best and len(moves) == len(numbers))
-        or not all(map(UCI.fullmatch, moves + best))
-        or not all(map(NUMBER.fullmatch, numbers))
+        or not all(UCI.fullmatch(move) for move, _ in moves + best)
+        or not all(NUMBER.fullmatch(number) for number, _ in numbers)
     ):
         return True, None
-    return True, (moves, [float(number) for number in numbers], best[0], words[b + 2 :])
+    return True, (moves, [(float(number), span) for number, span in numbers], best[0], found[b + 2 :])
 
 
-def read_environment(completion):
-    """(FEN, reward, terminated, truncated) of `FEN+reward+terminated+truncated`, or None. The FEN may be any text."""
-    fields = [field.strip(" ") for field in " ".join(split_words(completion)).split("+")]
-    if len(fields) != 4 or not NUMBER.fullmatch(fields[1]) or not {*fields[2:]} <= {"0", "1"}:
+def parse_environment(text):
+    """The four fields of `FEN+reward+terminated+truncated`, each with its span, or None. The FEN may be any text."""
+    fields = [(re.sub(" +", " ", field).strip(" "), span) for field, span in find_words(text, "+")]
+    if text.count("+") != 3 or len(fields) != 4 or not NUMBER.fullmatch(fields[1][0]):
         return None
-    board, space, rest = fields[0].partition(" ")  # a dot is an empty square on the board alone
-    return tasks.contract(board) + space + rest, float(fields[1]), fields[2] == "1", fields[3] == "1"
+    if not {fields[2][0], fields[3][0]} <= {"0", "1"}:
+        return None
+    return fields
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Policy: `P: FEN` -> `M: m1 m2 m3 m4 m5 E: e1 e2 e3 e4 e5 B: best`
+# P: the policy
 
 
-@lru_cache(1024)  # a group shares its prompt
-def legal_moves(prompt):
-    return frozenset(move.uci() for move in chess.Board(tasks.policy_fen(prompt)).legal_moves)
+@lru_cache(1)
+def labeller():
+    return Labeller()
 
 
-def distance(a, b):
-    """Of two evaluations, in pawns."""
-    return abs(max(-PAWNS, min(PAWNS, a)) - max(-PAWNS, min(PAWNS, b)))
+@lru_cache(4096)  # the rows of a group share their prompt
+def policy_truth(prompt, labels):
+    """The legal moves, and the evaluations in pawns of the engine's five; an engine is asked where labels lack."""
+    fen = contract_board(prompt[3:].strip())
+    legal = frozenset(move.uci() for move in chess.Board(fen).legal_moves)
+    labels = labels or (labeller().label(fen) if legal else ())
+    return legal, {uci: cp / 100 for uci, cp in sorted(labels, key=lambda move: -move[1])[:5] if uci in legal}
 
 
-def knowledge(prompt, labels):
-    """The legal moves, and the engine's five with their evaluations in pawns."""
-    legal = legal_moves(prompt)
-    return legal, {uci: cp / 100 for uci, cp in sorted(labels or (), key=lambda move: -move[1])[:5] if uci in legal}
+def pawns_apart(a, b):
+    return abs(max(-MAX_PAWNS, min(MAX_PAWNS, a)) - max(-MAX_PAWNS, min(MAX_PAWNS, b)))
 
 
-def policy(prompt, completion, labels):
-    legal, five = knowledge(prompt, labels)
-    names = "structure", "parse", "legal", "candidates_legal", *(("top5", "best", "candidates") if five else ())
-    metrics, shares = dict.fromkeys(names, 0.0), dict.fromkeys(POLICY, 0.0)
+def grade_policy(question, text):
+    """Without labels (no engine) only what the rules alone can judge is graded."""
+    legal, five = policy_truth(question.prompt, question.truth)
+    weights = POLICY_WEIGHTS
+    known = ("top5", "best", "candidates") if five else ()
+    metrics = dict.fromkeys(("structure", "parse", "legal", "candidates_legal", *known), 0.0)
+    if not question.truth:
+        metrics["unlabelled"] = not five
 
-    structure, answer = read_policy(completion)
-    metrics["structure"] = shares["structure"] = structure
+    structure, answer = parse_policy(text)
+    metrics["structure"] = structure
+    if not structure:
+        return [("malformed", MALFORMED, None)], metrics
+    pieces = [("structure", weights["structure"], None)]
     if answer is None:
-        return metrics, shares
-    moves, numbers, best, rest = answer
-    metrics["parse"] = shares["parse"] = 1
-    shares["clean"] = not rest
-    shares["listed"] = best in moves
+        return pieces, metrics
+    moves, numbers, (best, best_span), rest = answer
+    metrics["parse"] = 1.0
+    pieces.append(("parse", weights["parse"], None))
+    pieces.append(("clean", weights["clean"] * (not rest), None))
 
     # Each place in the list is worth the same, and a longer list makes each worth less: more moves are no better net.
     wanted = min(5, len(legal))
     places = max(wanted, len(moves))
-    found = legal.intersection(moves)
-    useful = min(len(found), wanted)
-    metrics["candidates_legal"] = len(found) / len(moves)
-    shares["candidates_legal"] = (useful - WASTED * (len(moves) - useful)) / places
-    errors = {}
-    for move, number in zip(moves, numbers):
+    useful, errors = set(), {}
+    for i, ((move, move_span), (number, number_span)) in enumerate(zip(moves, numbers)):
+        new = move in legal and move not in useful and len(useful) < wanted
+        useful |= {move} if new else set()
+        pieces.append((f"candidates_legal {i}", weights["candidates_legal"] / places * (1 if new else -WASTED), move_span))
         if move in five and move not in errors:
-            errors[move] = distance(number, five[move])
-    shares["candidates"] = len(errors) / places
-    shares["evals"] = sum(1 / (1 + error) for error in errors.values()) / places
+            errors[move] = pawns_apart(number, five[move])
+            pieces.append((f"candidates {i}", weights["candidates"] / places, move_span))
+            pieces.append((f"evals {i}", weights["evals"] / places / (1 + errors[move]), number_span))
+    metrics["candidates_legal"] = len(legal.intersection(move for move, _ in moves)) / len(moves)
     if errors:
         metrics["eval_mae"] = sum(errors.values()) / len(errors)
-
-    metrics["legal"] = shares["legal"] = best in legal
     if five:
         metrics["candidates"] = len(errors) / len(five)
+
+    metrics["legal"] = best in legal
+    pieces.append(("listed", weights["listed"] * (best in [move for move, _ in moves]), best_span))
+    pieces.append(("legal", weights["legal"] * (best in legal), best_span))
     if best in five:
         top = max(five.values())
-        metrics["cp_loss"] = distance(top, five[best])
-        metrics["top5"] = shares["top5"] = 1
-        metrics["best"] = shares["best"] = five[best] == top  # one of two mates in one is as good as the other
-        shares["loss"] = 1 / (1 + metrics["cp_loss"])
-    return metrics, shares
+        metrics["cp_loss"] = pawns_apart(top, five[best])
+        metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
+        pieces.append(("top5", weights["top5"], best_span))
+        pieces.append(("loss", weights["loss"] / (1 + metrics["cp_loss"]), best_span))
+        pieces.append(("best", weights["best"] * metrics["best"], best_span))
+    return pieces, metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Environment: `A: FEN+move+recent moves+` -> `next FEN+reward+terminated+truncated`
+# A: the environment
 
 
-@lru_cache(1024)
-def truth(prompt):
-    fen, move, *_ = prompt[3:].split("+")
-    return tasks.transition(tasks.contract(fen), move)
-
-
-def environment(prompt, completion, labels):
-    names = "structure", "next_state", "next_state_nls", "reward_match", "terminated_match", "truncated_match"
-    metrics, shares = dict.fromkeys(names, 0.0), dict.fromkeys(ENVIRONMENT, 0.0)
-    answer = read_environment(completion)
+def grade_environment(question, text):
+    next_fen, true_reward, terminated, truncated = question.truth
+    names = "structure", "next_state", "similarity", "reward_match", "terminated", "truncated"
+    metrics, weights = dict.fromkeys(names, 0.0), ENVIRONMENT_WEIGHTS
+    answer = parse_environment(text)
     if answer is None:
-        return metrics, shares
-    fen, reward, terminated, truncated = answer
-    next_fen, true_reward, true_terminated, true_truncated = labels or truth(prompt)
-    metrics["structure"] = shares["structure"] = 1
+        return [("malformed", MALFORMED, None)], metrics
+    (fen, fen_span), (reward, reward_span), (said_terminated, terminated_span), (said_truncated, truncated_span) = answer
+    board, space, rest = fen.partition(" ")  # a dot is an empty square on the board alone
+    fen, reward = contract_board(board) + space + rest, float(reward)
+    metrics["structure"] = 1.0
 
-    # Field by field, for then each field that gets better makes the whole better. An edit distance between whole FENs
-    # has no such order: it may align one field with its neighbour.
-    said, true = fen.split(" "), next_fen.split(" ")
+    metrics["next_state"] = fen == next_fen
+    metrics["similarity"] = Levenshtein.normalized_similarity(fen, next_fen)
+    pieces = [("structure", weights["structure"], None), ("next_state", weights["next_state"] * (fen == next_fen), fen_span)]
+    # Word by word: an edit distance between whole FENs may align one word with its neighbour, and a better word could
+    # then make the whole worse.
+    said, true = find_words(text[: fen_span[1]], " /+"), re.split("[ /]", next_fen)
     count = max(len(said), len(true))
-    metrics["next_state"] = shares["next_state"] = fen == next_fen
-    metrics["next_state_nls"] = Levenshtein.normalized_similarity(fen, next_fen)
-    shares["fields"] = sum(a == b for a, b in zip(said, true)) / count
-    shares["similarity"] = sum(map(Levenshtein.normalized_similarity, said, true)) / count
+    for i, ((word, span), truth) in enumerate(zip(said, true)):
+        word = contract_board(word) if i < 8 else word
+        pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
+        likeness = Levenshtein.normalized_similarity(word, truth)
+        pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
 
-    metrics["reward_mae"] = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
-    shares["reward"] = 1 - metrics["reward_mae"] / 2
-    metrics["reward_match"] = shares["reward_match"] = reward == true_reward
-    metrics["terminated_match"] = shares["terminated_match"] = terminated == true_terminated
-    metrics["truncated_match"] = shares["truncated_match"] = truncated == true_truncated
-    return metrics, shares
-
-
-TASKS = {"P: ": (policy, POLICY), "A: ": (environment, ENVIRONMENT)}
+    error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
+    metrics["reward_match"] = reward == true_reward
+    metrics["terminated"] = (said_terminated == "1") == terminated
+    metrics["truncated"] = (said_truncated == "1") == truncated
+    pieces.append(("reward", weights["reward"] * (1 - error / 2), reward_span))
+    pieces.append(("reward_match", weights["reward_match"] * metrics["reward_match"], reward_span))
+    pieces.append(("terminated", weights["terminated"] * metrics["terminated"], terminated_span))
+    pieces.append(("truncated", weights["truncated"] * metrics["truncated"], truncated_span))
+    return pieces, metrics

@@ -1,60 +1,76 @@
 """Batched sampling with a KV cache: prompts in, completions with their logprobs out.
 
-A group's prompt is prefilled once, stored once and read once for the whole group at each step (model.attend_shared).
-Rows that have ended leave the batch. The host looks at the device only every LOOK steps.
+A group's prompt is prefilled once, stored once and read once for all its rows (model.attend_shared). On a CPU rows
+that have ended leave the batch. On CUDA one decoding step is captured as a graph and replayed for every token.
+The result is a Batch: what the loss needs, and how it is cut into microbatches.
 """
 
-import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-LOOK = 8  # steps between two looks at who has finished
-SPAN = 16  # tokens by which the cache grows; on CUDA each size is a captured graph of its own
+CHECK_EVERY = 8  # tokens between two checks of which rows have ended; on CUDA each makes the host wait
 
 
-class Rollout(NamedTuple):
-    tokens: torch.Tensor  # (N, T) rows b·G … b·G + G-1 continue prompt b; the end token after a row's end
-    mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
-    logprobs: torch.Tensor  # (N, T) under the distribution that was sampled, 0 where the mask is False
-    truncated: torch.Tensor  # (N,) True where a row reached the limit without an end token
+class Batch(NamedTuple):
+    """Completions of one kind of question: N = B·G rows, those of a group next to each other."""
+
+    prompts: torch.Tensor  # (B, P) padded on the right
+    prompt_lengths: torch.Tensor  # (B,)
+    tokens: torch.Tensor  # (N, T) the end token after a row's end
+    completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
+    rollout_logprobs: torch.Tensor  # (N, T) under the distribution that was sampled; 0 outside the mask
+    hit_limit: torch.Tensor  # (N,) True where a row has no end token
+    advantages: torch.Tensor | None = None  # (N, T)
+    old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
+    ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
+
+    def select(self, groups, P, T):
+        """Some of the groups, with P prompt tokens and T completion tokens."""
+        B = len(self.prompts)
+        groups = torch.as_tensor(groups, device=self.prompts.device)
+        fields = [self.prompts[groups, :P], self.prompt_lengths[groups]]
+        for x in self[2:]:
+            x = None if x is None else x.view(B, -1, *x.shape[1:])[groups].flatten(0, 1)
+            fields.append(x if x is None or x.ndim == 1 else x[:, :T])
+        return Batch(*fields)
+
+    def to(self, device):
+        return Batch(*(None if x is None else x.to(device) for x in self))
 
 
-class Cache:
-    """Keys and values of the rows' own tokens while decoding, one (B, H, G, K, D) for each layer, written in place.
+class Cache(NamedTuple):
+    """Keys and values of the completions while decoding, one (B, H, G, T, D) for each layer, written in place."""
 
-    K grows in steps, as a view into all T tokens would be copied at each product. What grows moves to a spare piece of
-    memory and leaves its own as the next one's spare: touching new memory costs more than to copy does.
-    """
+    keys: list
+    values: list
 
-    def __init__(self, config, groups, group_size, limit, device, dtype):
-        shape = groups, config.n_head, group_size, 0, config.n_embd // config.n_head
-        room = groups * group_size * limit * config.n_embd
-        *layers, self.spare = (torch.empty(room, device=device, dtype=dtype) for _ in range(2 * config.n_layer + 1))
-        self.keys, self.values = ([x[:0].view(shape) for x in half] for half in (layers[::2], layers[1::2]))
-
-    def move(self, shape, fill):
-        for stored in (self.keys, self.values):
-            for i, old in enumerate(stored):
-                stored[i] = self.spare[: math.prod(shape)].view(shape)
-                fill(stored[i], old)
-                self.spare = old.as_strided(self.spare.shape, (1,))
-
-    def grow(self, span):
-        """To room for `span` tokens."""
-        B, H, G, K, D = self.keys[0].shape
-
-        def fill(new, old):
-            new[..., :K, :] = old
-            new[..., K:, :] = 0  # what no row sees yet has weight 0, and 0 times what lay there before may be NaN
-
-        self.move((B, H, G, span, D), fill)
+    @classmethod
+    def empty(cls, config, B, G, T, device, dtype):
+        shape = B, config.n_head, G, T, config.n_embd // config.n_head
+        return cls(*([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)] for _ in "kv"))
 
     def select(self, groups, members):
-        """Some groups only, and of each the rows `members` (groups, width)."""
-        kept, (_, H, _, K, D) = groups.nonzero(), self.keys[0].shape  # (groups, 1)
-        shape = len(members), H, members.shape[1], K, D
-        self.move(shape, lambda new, old: new.copy_(old[kept, :, members].transpose(1, 2)))  # indexed: (B, G, H, K, D)
+        """Some groups only, and of each group the rows `members` (groups, rows)."""
+        groups = groups[:, None]  # indexed, an entry is (B, G, H, T, D)
+        return Cache(*([x[groups, :, members].transpose(1, 2).contiguous() for x in half] for half in self))
+
+
+def microbatches(batch, most_tokens):
+    """Cuts a batch into parts of whole groups, long ones together, with at most `most_tokens` each, padding counted."""
+    B = len(batch.prompts)
+    G = len(batch.tokens) // B
+    longest = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
+    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # the one time that the host waits
+    parts, cut, P, T = [], [], 0, 0
+    for group in sorted(range(B), key=lambda b: sizes[b][1]):
+        wider, longer = max(P, sizes[group][0]), max(T, sizes[group][1])
+        if cut and (len(cut) + 1) * (G * longer + wider) > most_tokens:
+            parts.append(batch.select(cut, P, T))
+            cut, (wider, longer) = [], sizes[group]
+        cut, P, T = [*cut, group], wider, longer
+    return [*parts, batch.select(cut, P, T)]
 
 
 def pad_prompts(prompts, device):
@@ -69,14 +85,14 @@ def pad_prompts(prompts, device):
 
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, keep=None):
-    """Log-probabilities (…, V) of what is sampled: temperature first, then the k likeliest, then the nucleus.
+    """Log-probabilities (…, V) of the sampled distribution: temperature first, then the k likeliest, then the nucleus.
 
     In training `keep` (…) names the sampled tokens: the filters leave them in, wherever an update has moved them.
     """
     logits = unfiltered = logits.float() / temperature
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
-    if top_p < 1:  # Holtzman et al., 2020: the smallest set of likeliest tokens that holds top_p
+    if top_p < 1:  # Holtzman et al., 2020: the smallest set of likeliest tokens with a probability of at least top_p
         ordered, index = logits.softmax(-1).sort(descending=True, stable=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the likeliest token always stays
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
@@ -85,25 +101,21 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, keep=None):
     return logits.log_softmax(-1)
 
 
-@torch.no_grad()
-def generate(
-    model,
-    prompts,
-    group_size,
-    max_new_tokens,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    eos=None,
-    generator=None,
-    noise=None,
-):
-    """Sample `group_size` completions for each of `prompts` (lists of token ids); temperature 0 is greedy.
+def draw(logprobs, uniform):
+    """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
+    cumulated probability exceeds it."""
+    cumulated = logprobs.exp().cumsum_(-1)
+    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor: rounding must not pass the last token
+    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # clamp: NaN
 
-    All chance is in `noise`, uniform numbers (N, max_new_tokens); those of `generator` where none are given.
+
+@torch.no_grad()
+def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, noise=None, graph=True):
+    """Samples `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
+
+    All randomness is in `noise`, uniform numbers (N, max_new_tokens). `graph=False` is for debugging on CUDA.
     """
-    device = model.wte.weight.device
-    eos = model.config.eos_token_id if eos is None else eos
+    device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
     B, N, T = len(prompts), len(prompts) * group_size, max_new_tokens
     if prompt_tokens.shape[1] + T > model.config.n_positions:
@@ -111,72 +123,65 @@ def generate(
             f"a prompt of {prompt_tokens.shape[1]} tokens and {T} new ones exceed the model's "
             f"{model.config.n_positions} positions; shorten the prompts or lower the limit of new tokens."
         )
-    dtype = torch.float32 if device.type == "cpu" else model.dtype  # on CPU small products are faster in fp32
-    cache = Cache(model.config, B, group_size, T, device, dtype)
     if noise is None:
-        noise = torch.rand(N, T, device=device, generator=generator)
+        noise = torch.rand(N, T, device=device)
+    prompt = model.prefill(prompt_tokens, lengths)
+    dtype = model.dtype if device.type == "cuda" else torch.float32  # on a CPU small products are faster in fp32
+    prompt.keys, prompt.values = ([x.to(dtype).contiguous() for x in half] for half in (prompt.keys, prompt.values))
+    cache = Cache.empty(model.config, B, group_size, T, device, dtype)
+
     tokens = torch.full((N, T), max(eos, 0), device=device)
     logprobs = torch.zeros(N, T, device=device)
-
-    # The batch: row i of it is row rows[i] of the result. Everything a step changes, it changes in place, so that a
-    # captured step can be replayed.
+    # Row i of the batch is row rows[i] of the result. A step changes tensors in place, so it can be captured.
     rows = torch.arange(N, device=device)
-    current = prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0)  # (N, 1)
+    newest = prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0)  # (N, 1)
     alive = torch.ones(N, dtype=torch.bool, device=device)
-    at = torch.zeros(1, dtype=torch.long, device=device)
 
-    def step():
-        logits = model(current, prompt, cache, at)[:, 0]  # (N, V)
+    def step(t):
+        logits = model.decode(newest, prompt, cache, t)  # (N, V)
+        at = t if torch.is_tensor(t) else torch.tensor([t])
         if temperature == 0:
             token = logits.argmax(-1)
-            logprob = torch.zeros_like(token, dtype=torch.float32)  # greedy is certain: log 1
         else:
             logp = distribution(logits, temperature, top_k, top_p)
             token = draw(logp, noise[rows, at])
-            logprob = logp.gather(1, token[:, None])[:, 0]
+            logprobs.index_put_((rows, at), logp.gather(1, token[:, None])[:, 0])
         tokens.index_put_((rows, at), token)
-        logprobs.index_put_((rows, at), logprob)
         alive.logical_and_(token != eos)
-        current.copy_(token[:, None])
-        at.add_(1)
+        newest.copy_(token[:, None])
 
-    replay = None
-    with model.packing():
-        prompt = model.prefill(prompt_tokens, lengths).to(dtype)
+    if device.type == "cuda":
+        counter = torch.zeros(1, dtype=torch.long, device=device)
+
+        def next_step():
+            step(counter)
+            counter.add_(1)
+
+        next_step()  # the first one loads the libraries, which must not happen in a capture
+        replay = capture(next_step) if graph and T > 1 else next_step
+        for t in range(1, T):
+            if t % CHECK_EVERY == 0 and not alive.any():
+                break
+            replay()
+    else:
         for t in range(T):
-            if t % SPAN == 0:
-                cache.grow(min(T, t + SPAN))
-                replay = None
-            if device.type == "cuda" and t > 0:  # the first step runs as it is: it warms the libraries up
-                replay = replay or capture(step)
-                replay()
-            else:
-                step()
-            if (t + 1) % LOOK == 0 or t + 1 == T:
-                living = alive.view(B, -1)  # (B, G)
-                groups, width = living.any(1), int(living.sum(1).max())
+            step(t)
+            if (t + 1) % CHECK_EVERY == 0:
+                living = alive.view(len(prompt.lengths), -1)  # (B, G)
+                groups, width = living.any(1).nonzero()[:, 0], int(living.sum(1).max())
                 if width == 0:
                     break
-                if int(groups.sum()) * width <= 0.75 * len(rows):  # leave only groups and rows that go on, rectangular
+                if len(groups) * width <= 0.75 * len(rows):  # keep groups and rows that go on, as a rectangle
                     members = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
-                    keep = (groups.nonzero() * living.shape[1] + members).flatten()
-                    cache.select(groups, members)
-                    prompt, B, replay = prompt.select(groups), len(members), None
-                    rows, current, alive = rows[keep], current[keep], alive[keep]
+                    keep = (groups[:, None] * living.shape[1] + members).flatten()
+                    cache, prompt = cache.select(groups, members), prompt.select(groups)
+                    rows, newest, alive = rows[keep], newest[keep], alive[keep]
 
     ended = tokens == eos
     mask = ended.cumsum(1) - ended.long() == 0  # up to the first end token
     T = int(mask.any(0).sum())
     tokens, mask, logprobs = tokens[:, :T].masked_fill(~mask[:, :T], max(eos, 0)), mask[:, :T], logprobs[:, :T]
-    return Rollout(tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
-
-
-def draw(logp, uniform):
-    """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first place where the
-    cumulated probability exceeds it."""
-    reached = logp.exp().cumsum_(-1)  # with a large vocabulary each pass over it counts
-    goal = uniform[:, None] * (1 - 1e-6) * reached[:, -1:]  # the factor: never past the last token
-    return torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=logp.shape[1] - 1)  # nor where all is NaN
+    return Batch(prompt_tokens, lengths, tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
 
 
 def capture(step):
@@ -185,3 +190,13 @@ def capture(step):
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def read(tokenizer, ids):
+    """(text, ends): the text of a completion, and for each of its tokens the number of characters up to its end."""
+    ids = ids[: ids.index(tokenizer.eos)] if tokenizer.eos in ids else ids
+    parts = [tokenizer.token_bytes.get(i, b"\xff") for i in ids]  # a padded vocabulary has ids without bytes
+    text = b"".join(parts).decode("utf-8", "replace")
+    if text.isascii():
+        return text, list(accumulate(map(len, parts)))
+    return text, [len(b"".join(parts[: t + 1]).decode("utf-8", "replace")) for t in range(len(parts))]

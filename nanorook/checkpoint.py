@@ -1,4 +1,4 @@
-"""Checkpoints: each appears whole or not at all, and is checked before it is trusted.
+"""Checkpoints: each appears whole or not at all, and is verified before it is used.
 
 OUT_DIR/step-000050/ is a Hugging Face folder with trainer.pt (what training needs to go on) and sums.json (SHA-256 of
 every file); OUT_DIR/latest is a link to the newest.
@@ -13,11 +13,9 @@ import signal
 
 import torch
 
-from folder import read_pickle
-from model import GPT
-from settings import compare
+from nanorook.folder import read_pickle
 
-WHOLE = {"config.json", "model.safetensors", "trainer.pt"}  # what every checkpoint has
+REQUIRED = {"config.json", "model.safetensors", "trainer.pt"}  # files of every checkpoint
 
 
 class CheckpointError(Exception):
@@ -25,7 +23,7 @@ class CheckpointError(Exception):
 
 
 def lock(out, fresh=False):
-    """A hold on OUT_DIR, which ends with this process, however that ends; a fresh run finds it empty."""
+    """Holds OUT_DIR until this process ends, however it ends; with `fresh` an earlier run in it is deleted."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = open(out / ".lock", "w")
@@ -40,12 +38,12 @@ def lock(out, fresh=False):
     return handle
 
 
-def save(out, model, trainer, keep):
-    """Write OUT_DIR/step-N and point `latest` to it; of the older ones `keep` - 1 stay, and trainer["best"]."""
+def save(out, model, trainer, keep=2):
+    """Writes OUT_DIR/step-N and points `latest` to it; of older ones `keep` - 1 stay, and that of trainer["best"]."""
     folder = out / f"step-{trainer['step']:06d}"
     part = out / f".{folder.name}"
     try:
-        flush(out)  # it may have vanished, and must not come back half empty
+        flush(out)  # fails if OUT_DIR was deleted meanwhile
         shutil.rmtree(part, ignore_errors=True)
         model.save(part)
         torch.save(trainer, part / "trainer.pt")
@@ -68,37 +66,21 @@ def save(out, model, trainer, keep):
 
 
 def load(out, say):
-    """(folder, trainer state) of the newest checkpoint that is whole; None where there is none at all."""
+    """(folder, trainer state) of the newest checkpoint that is whole; None where there is no checkpoint at all."""
     found = folders(out)
     for folder in found:
         try:
             sums = json.loads((folder / "sums.json").read_text())
-            for name in {*sums, *WHOLE}:
+            for name in {*sums, *REQUIRED}:
                 if digest(folder / name) != sums.get(name):
                     raise ValueError(f"{name} has changed")
             return folder, read_pickle(folder / "trainer.pt")
-        except Exception as error:  # an unpickler may raise anything at all
+        except Exception as error:  # a damaged pickle may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            say(f"{folder} is damaged ({reason}), so the checkpoint before it is taken.")
+            say(f"{folder} is damaged ({reason}), so the checkpoint before it is used.")
     if found:
         raise CheckpointError(f"no checkpoint in {out} is whole; start over with FRESH=1.")
     return None
-
-
-def resume(out, model, optimizer, reference, state, say):
-    """What the newest checkpoint in `out` knows, loaded into its places; the state of the run, `state` if it is new."""
-    if not (found := load(out, say)):
-        return state
-    folder, state = found
-    compare(state["settings"], say)
-    model.load_state_dict(GPT.load(folder).state_dict())
-    for saved in (state["optimizer"], state["good"][1]):
-        saved["param_groups"] = optimizer.state_dict()["param_groups"]  # the settings of today count
-    optimizer.load_state_dict(state["optimizer"])
-    if "reference" in state:
-        reference.load_state_dict(state["reference"])
-    say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
-    return state
 
 
 def folders(out):
@@ -107,16 +89,16 @@ def folders(out):
     return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
-MADE = "settings.json run.json metrics.jsonl samples.jsonl skill.json curves.png report.html".split()
+MADE = "settings.json run.json metrics.jsonl samples.jsonl skill.json report.html".split()
 MADE += ["latest", ".lock", "model", "tensorboard", "wandb"]
 
 
 def clear(out):
-    """Delete what a run has made, and refuse to where there is anything else."""
+    """Deletes what a run has made; refuses if there is anything else."""
     made = [*(out / name for name in MADE), *out.glob("step-*"), *out.glob(".step-*")]
     strange = [path.name for path in out.iterdir() if path not in made]
     if strange:
-        raise CheckpointError(f"OUT_DIR={out} holds {strange[0]}, which no run has made; so FRESH=1 deletes nothing.")
+        raise CheckpointError(f"OUT_DIR={out} holds {strange[0]}, which no run has made, so FRESH=1 deletes nothing.")
     for path in made:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -126,21 +108,21 @@ def clear(out):
 
 def digest(file):
     with open(file, "rb") as content:
-        sum = hashlib.sha256()
+        sha = hashlib.sha256()
         while block := content.read(1 << 20):
-            sum.update(block)
-        return sum.hexdigest()
+            sha.update(block)
+        return sha.hexdigest()
 
 
 def flush(path):
-    """To the disk itself, so that a power cut finds it."""
+    """To the disk itself, so that it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def rewind(file, step):
-    """Of a file of JSON lines, only those up to `step`; a killed run may have written more, and half a line."""
+    """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, and half a line."""
     if not file.exists():
         return []
     rows = []
@@ -157,16 +139,16 @@ def rewind(file, step):
     return rows
 
 
-def leave_after_this_step():
-    """A list that SIGINT and SIGTERM append to; a second one ends the process at once."""
-    stopping = []
+def catch_signals():
+    """A list that SIGINT and SIGTERM append to; the second one ends the process at once."""
+    received = []
 
-    def heard(number, frame):
-        if stopping:
+    def handler(number, frame):
+        if received:
             os._exit(128 + number)
-        stopping.append(number)
-        print("finishing this step; once more leaves at once", flush=True)
+        received.append(number)
+        print("finishing this step and saving; a second Ctrl-C quits at once", flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, heard)
-    return stopping
+        signal.signal(number, handler)
+    return received

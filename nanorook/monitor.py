@@ -1,0 +1,194 @@
+"""What a run says about itself: its state and what to do about it, the progress line, tables, logs."""
+
+import json
+import math
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from nanorook.checkpoint import rewind
+from nanorook.settings import values
+
+
+def diagnose(m, past, kl_threshold, max_grad_norm):
+    """(state, what is wrong and what to do) of a step with metrics `m` after the steps `past`."""
+    falling = len(past) >= 40 and mean(past[-20:], "reward") < mean(past[-40:-20], "reward") - 0.05
+    structure = m.get("structure", 1.0)
+    for state, wrong, advice in (
+        ("red", m["broken"], "an update left weights that are not finite: lower LR"),
+        ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
+        ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
+        ("red", m["hit_limit"] > 0.8, "most completions are cut off at their limit: raise MAX_NEW_TOKENS"),
+        ("red", structure < 0.2, "completions are malformed: lower LR, and look at the samples"),
+        ("red", m["reward_max"] < 0, "every reward is negative: nothing can be learnt from this batch"),
+        ("yellow", m["frac_zero_std"] > 0.5, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
+        ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
+        ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
+        ("yellow", m["hit_limit"] > 0.2, "many completions hit their limit: raise MAX_NEW_TOKENS"),
+        ("yellow", structure < 0.8, "many completions are malformed: the reward will teach form first"),
+        ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
+        ("yellow", falling, "the reward falls: lower LR or raise KL_COEF"),
+    ):
+        if wrong:
+            return state, advice
+    return "green", ""
+
+
+def mean(rows, name):
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def means(rows):
+    """The mean of each entry of some dictionaries, over those that have it."""
+    values = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(v) / len(v) for name, v in values.items()}
+
+
+def interval(values, counts=None):
+    """The mean and the half-width of its 95 % interval.
+
+    With `counts` it is the ratio of two sums, such as illegal moves over moves in some games. Its variance is that of
+    the residuals values - ratio · counts (Cochran, Sampling Techniques, 1977, chapter 6).
+    """
+    counts = [1] * len(values) if counts is None else counts
+    ratio = sum(values) / sum(counts)
+    variance = sum((v - ratio * c) ** 2 for v, c in zip(values, counts)) / max(1, len(values) - 1)
+    return ratio, 1.96 * math.sqrt(variance * len(values)) / sum(counts)
+
+
+def by_kind(samples):
+    """What the grades of samples say: means of the reward, the metrics and the pieces of each kind of question."""
+    result = {}
+    for kind in dict.fromkeys(sample.question.kind for sample in samples):
+        grades = [sample.grade for sample in samples if sample.question.kind == kind]
+        earned = []
+        for grade in grades:
+            earned.append({})
+            for name, value, _ in grade.pieces:
+                name = f"earned/{name.split(' ')[0]}"  # "candidates 3" is one of several of that name
+                earned[-1][name] = earned[-1].get(name, 0.0) + value
+        pieces = {name: sum(e.get(name, 0.0) for e in earned) / len(earned) for name in dict.fromkeys(sum(map(list, earned), []))}
+        values = {"reward": mean([g._asdict() for g in grades], "reward")} | means([g.metrics for g in grades]) | pieces
+        result |= {f"{kind}/{name}": value for name, value in values.items()}
+    structure = [s.grade.metrics["structure"] for s in samples if "structure" in s.grade.metrics]
+    return result | ({"structure": sum(structure) / len(structure)} if structure else {})
+
+
+def progress_line(m, steps, seconds_left):
+    rewards = [f"{name.split('/')[0]} {value:.3f}" for name, value in m.items() if name.endswith("/reward")]
+    kl = f"kl {m['kl']:.4f} " if "kl" in m else ""
+    state = f"● {m['state']}"
+    if sys.stdout.isatty():
+        state = {"green": "\033[32m", "yellow": "\033[33m", "red": "\033[31m"}[m["state"]] + state + "\033[0m"
+    return (
+        f"step {m['step']}/{steps} reward {m['reward']:.3f} ({', '.join(rewards)}) {kl}grad {m['grad_norm']:.2f} "
+        f"clip {m['clip_low'] + m['clip_high']:.1%} zero-std {m['frac_zero_std']:.0%} "
+        f"{m['tokens_per_second'] / 1000:.1f}k tok/s {duration(seconds_left)} left {state}"
+        + (f" ({m['advice']})" if m["advice"] else "")
+    )
+
+
+def duration(seconds):
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def show(samples):
+    """The worst and the best of some samples, each with what its reward is made of."""
+    ordered = sorted(samples, key=lambda sample: sample.grade.reward)
+    for sample in (ordered[0], ordered[-1]):
+        pieces = " ".join(f"{name} {value:.2f}" for name, value, _ in sample.grade.pieces if value)
+        print(f"  {sample.question.prompt.strip()}\n  -> {sample.text.strip()}\n     {sample.grade.reward:.3f} = {pieces}")
+
+
+def table(columns):
+    """{title: skill} side by side, one row for each name."""
+    lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in columns)]
+    for name in next(iter(columns.values())):
+        cells = ["{:.3f} ± {:.3f}".format(*skill[name]) if name in skill else "" for skill in columns.values()]
+        lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)
+
+
+def peak_memory(device):
+    """In GB: of the GPU, or of this process."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB
+
+
+def describe(command, device, dtype):
+    """What was run, on what machine, from which commit; for run.json and for recorded figures."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True)
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "command": shlex.join([*command.split(), *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "commit": git.stdout.decode().strip() or "unknown",
+        "machine": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} cores of {cpu}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def fastest_dtype(device):
+    """For matrix products: bf16 where CUDA has units for it; on CPU what multiplies faster on this machine."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return min(seconds, key=seconds.get)
+
+
+def open_log(out, step, about, kind, name):
+    """Cuts the files of a run back to `step`; (the metrics of its steps so far, a function that writes the next)."""
+    report = reporter(kind, name, out)
+    past = rewind(out / "metrics.jsonl", step)
+    rewind(out / "samples.jsonl", step)
+    (out / "settings.json").write_text(json.dumps(values(), indent=2))
+    (out / "run.json").write_text(json.dumps(about, indent=2))
+    log = open(out / "metrics.jsonl", "a")
+
+    def write(metrics):
+        log.write(json.dumps(metrics) + "\n")
+        log.flush()
+        report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, metrics["step"])
+
+    return past, write
+
+
+def reporter(kind, name, folder):
+    """A function of (metrics, step) that logs to wandb or tensorboard too, if that is asked for."""
+    try:
+        if kind == "wandb":
+            import wandb
+
+            return wandb.init(project="nanorook", name=name or None, dir=folder, config=values()).log
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(Path(folder, "tensorboard", name))
+            return lambda metrics, step: [writer.add_scalar(key, value, step) for key, value in metrics.items()]
+    except ImportError:
+        sys.exit(f"error: REPORT_TO={kind} needs a package that is not installed: pip install {kind}.")
+    return lambda metrics, step: None
