@@ -1,17 +1,49 @@
+"""Fixtures, and what becomes of tests that need a program which is not installed."""
+
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
 
+import shutil
+import signal
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from model import GPT, GPTConfig
+from nanorook import stockfish
+from nanorook.tokenizer import Tokenizer
+
+PACKAGES = {"stockfish": "stockfish", "chromium": "chromium", "g++": "g++"}  # program -> Debian package
+
+
+def installed(program):
+    return stockfish.find() if program == "stockfish" else shutil.which(program)
+
+
+def pytest_runtest_setup(item):
+    for program in (mark.args[0] for mark in item.iter_markers("needs")):
+        if not installed(program):
+            reason = f"needs {program}: apt install {PACKAGES[program]}"
+            if os.environ.get("NANOROOK_NO_SKIP") == "1":
+                pytest.fail(f"{reason} (NANOROOK_NO_SKIP=1 makes this an error)", pytrace=False)
+            pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter):
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    missing = {name for name in PACKAGES if any(f"needs {name}: apt" in reason for reason in reasons)}
+    if missing:
+        count = sum(": apt install " in reason for reason in reasons)
+        packages = " ".join(sorted(PACKAGES[name] for name in missing))
+        terminalreporter.write_line(f"{count} tests were skipped for missing programs: apt install {packages}")
 
 
 @pytest.fixture(scope="session")
 def hf_model():
     """A small GPT-2 made by transformers, with weights large enough that its predictions differ from place to place."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds to import, and few tests need it
+
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=300, n_positions=128, n_embd=48, n_layer=3, n_head=4, bos_token_id=256, eos_token_id=256
@@ -37,13 +69,18 @@ def model(hf_folder):
 
 @pytest.fixture
 def byte_model():
-    """Random weights over bytes: 256 is the end token."""
+    """Random weights over bytes, with chess prompts of the expanded format; 256 is the end token."""
     torch.manual_seed(1)
-    return GPT(GPTConfig(257, 384, 32, 2, 2, eos_token_id=256, chess_format="expanded"))
+    model = GPT(GPTConfig(257, 384, 32, 2, 2, eos_token_id=256, extra={"chess_format": "expanded"}))
+    model.tokenizer = Tokenizer.of_bytes()
+    return model
 
 
 @pytest.fixture(autouse=True)
-def denormal_numbers():
-    """train.main() turns them off for its process; other tests, and hypothesis, count on them."""
+def state_of_the_process():
+    """What train.main() changes in its process is put back: other tests, and hypothesis, count on denormal numbers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     torch.set_flush_denormal(False)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
