@@ -1,4 +1,4 @@
-"""nanorook/folder.py: every published form of a GPT-2 is read; damaged and hostile folders are refused in a sentence."""
+"""nanorook/folder.py: every published form of a GPT-2 is read; damaged or hostile folders are refused."""
 
 import dataclasses
 import io
@@ -39,6 +39,7 @@ def write_config(folder, **entries):
 def test_config_has_defaults_and_keeps_entries_that_are_not_its_own(tmp_path):
     written = {"architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "torch_dtype": "float16", "dtype": "float16"}
     written |= {"bos_token_id": 256, "transformers_version": "4.1", "activation_function": "gelu_new"}
+    written |= {"model_type": "gpt2", "tie_word_embeddings": False}
     kept = {"chess_format": "expanded", "n_inner": None, "use_cache": True}
     write_config(tmp_path, **written, **kept, eos_token_id=256)
     assert read_config(tmp_path, GPTConfig) == GPTConfig(**SIZES, eos_token_id=256, extra=kept)

@@ -1,4 +1,4 @@
-"""nanorook/positions.py against python-chess: its rules, its mirror, its PGN writer; and every format that is read."""
+"""nanorook/positions.py against python-chess: rules, mirror, PGN writer; and every format that is read."""
 
 import collections
 import gzip

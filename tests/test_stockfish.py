@@ -57,7 +57,7 @@ def test_labels_are_those_of_python_chess_s_engine(engine):
 def test_mates_and_few_legal_moves(engine):
     assert engine.name.startswith("Stockfish")
     assert engine.search_afresh(chess.Board(MATE_IN_ONE), 2000)[0] == ("a1a8", 99999)
-    assert len(engine.search_afresh(chess.Board(OPENING), 1)) == 5  # too few nodes for the first depth: searched again
+    assert len(engine.search_afresh(chess.Board(OPENING), 1)) == 5  # nodes are doubled until a depth is finished
     assert engine.search_afresh(chess.Board(MATED_SOON), 2000) == (("h8g8", -99999),)
     black_wins = chess.Board("4k3/8/8/8/8/8/q7/6K1 b - - 0 1")
     assert engine.search_afresh(black_wins, 2000)[0][1] > 500  # from the side to move's view
@@ -76,6 +76,9 @@ def test_evaluations_come_from_one_finished_depth(tmp_path):
     engine = Engine(answering(tmp_path, *lines))
     moves = engine.search(chess.Board("7k/8/8/8/8/8/8/K7 w - - 0 1"), NODES)
     assert moves == (("a1a2", 8), ("a1b2", 5), ("a1b1", -99997))
+    engine.close()
+    engine = Engine(answering(tmp_path, info(1, 1, "cp 5", "h8g8"), info(2, 1, "cp 9 upperbound", "h8g8")))
+    assert engine.search(chess.Board(MATED_SOON), NODES) == (("h8g8", 5),)
     engine.close()
 
 
