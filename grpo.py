@@ -8,6 +8,7 @@ Every loss is a sum divided by a `normalizer` of the whole batch, so microbatche
 import math
 from bisect import bisect_right
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -32,15 +33,15 @@ def credit(answers, ends, tokens):
     span judges the whole answer, and so does one that an answer lacks: its value is 0 there.
     """
     names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in answers for name, _, _ in pieces))}
-    values = torch.zeros(len(answers), len(names))
-    judged = torch.ones(len(answers), tokens, len(names))
+    values = np.zeros((len(answers), len(names)), dtype=np.float32)
+    judged = np.ones((len(answers), tokens, len(names)), dtype=np.float32)
     for n, pieces in enumerate(answers):
         for name, value, span in pieces:
             values[n, names[name]] = value
             if span:
                 first, last = bisect_right(ends[n], span[0]), bisect_right(ends[n], span[1])
                 judged[n, :first, names[name]] = judged[n, last:, names[name]] = 0
-    return values, judged
+    return torch.from_numpy(values), torch.from_numpy(judged)
 
 
 def advantages(values, group_size, scale="none", deviation=None):

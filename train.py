@@ -218,32 +218,38 @@ def accumulate(model, reference, parts, normalizer, kl_coef, longest):
     return done, grpo.merge_stats(stats)
 
 
+def microbatch_tokens(model):
+    return MICROBATCH_TOKENS or (65536 if model.wte.weight.is_cuda else 4096)
+
+
+def accumulate_in_memory(model, reference, parts, *args):
+    """accumulate(), again with smaller microbatches each time that memory does not suffice."""
+    tokens = microbatch_tokens(model)
+    while tokens >= 64:
+        try:
+            return accumulate(model, reference, parts, *args)
+        except torch.OutOfMemoryError:
+            tokens //= 2
+        # outside of the except block, which keeps the failed tensors alive
+        model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        print(f"out of memory; once more with MICROBATCH_TOKENS={tokens}", flush=True)
+        parts = [smaller for part in parts for smaller in microbatches(part, tokens)]
+    refuse("out of memory with the answers to a single question: lower GROUP_SIZE or MAX_NEW_TOKENS.")
+
+
 def update(model, reference, optimizer, batches, kl_coef, first=False):
     """EPOCHS updates from one step's batches; what was measured, `skipped` where an update was not made.
 
     `first`: before the first update of a run policy, sampler and reference are one function, or it does not start.
     """
-    budget = MICROBATCH_TOKENS or (65536 if model.wte.weight.is_cuda else 4096)
-    parts = [part for batch in batches for part in microbatches(batch, budget)]
+    parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
     measured, norms, skipped = [], [], 0
     for _ in range(EPOCHS):
-        done = None
-        while done is None:
-            try:
-                done = accumulate(model, reference, parts, normalizer, kl_coef, longest)
-            except torch.OutOfMemoryError:
-                budget //= 2
-                if budget < 64:
-                    refuse("out of memory with the answers to a single question: lower GROUP_SIZE or MAX_NEW_TOKENS.")
-            if done is None:  # outside of the except block, which keeps the failed tensors alive
-                optimizer.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
-                print(f"out of memory; once more with MICROBATCH_TOKENS={budget}", flush=True)
-                parts = [smaller for part in parts for smaller in microbatches(part, budget)]
-        parts, stats = done
+        parts, stats = accumulate_in_memory(model, reference, parts, normalizer, kl_coef, longest)
         measured.append({name: parallel.total(value, grpo.reduction(name)) for name, value in stats.items()})
 
         # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
@@ -344,8 +350,8 @@ def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def make_reference(model, device):
-    return copy.deepcopy(model).to(REF_DEVICE or device).cast(model.dtype)
+def make_reference(model, device, dtype):
+    return copy.deepcopy(model).to(REF_DEVICE or device).cast(dtype)
 
 
 def main():
@@ -373,17 +379,16 @@ def main():
         state["dtype"] = state.get("dtype") or parallel.from_lead(str(monitor.fastest_dtype(device)).split(".")[1])
     dtype = getattr(torch, state["dtype"] if DTYPE == "auto" else DTYPE)
 
-    start = GPT.load(source).to(device).use(dtype)
-    model = GPT.load(found[0]).to(device).use(dtype) if found else start
+    model = GPT.load(found[0] if found else source).to(device).use(dtype)
     optimizer = make_optimizer(model)
-    reference = make_reference(start, device) if KL_COEF else None
+    base = GPT.load(source) if found else model
+    if "reference" in state:  # the policy of an earlier step, see REF_UPDATE_EVERY
+        base.load_state_dict(state["reference"])
+    reference = make_reference(base, device, dtype) if KL_COEF else None
     if found:
         for saved in (state["optimizer"], state["good"][1]):
             saved["param_groups"] = optimizer.state_dict()["param_groups"]  # today's settings count
         optimizer.load_state_dict(state["optimizer"])
-        if reference is not None and "reference" in state:
-            start.load_state_dict(state["reference"])
-            reference = make_reference(start, device)
     else:
         state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
@@ -455,7 +460,7 @@ def main():
         elif snapshot and not metrics["skipped"]:
             state["good"] = snapshot  # this step has just seen that its completions and their KL are sound
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
-            reference = make_reference(model, device)
+            reference = make_reference(model, device, dtype)
 
         # Evaluation, checkpoint
         state["step"], last = step + 1, step + 1 == STEPS
