@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv if it is missing or stale, then runs the tests; arguments go to pytest.
+# Installs what the tests need into .venv if it is not there, then runs them; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")"
-source tools/setup.sh
+NEEDS="requirements.txt requirements-test.txt" source tools/setup.sh
 exec "$PYTHON" -m pytest "$@"

@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv if it is missing or stale, then trains. Settings: STEPS=50 ./train.sh, or as arguments; --help lists them.
+# Installs what a run needs into .venv if it is not there, then trains. Settings: STEPS=50 ./train.sh, or as arguments.
 set -euo pipefail
 cd "$(dirname "$0")"
-source tools/setup.sh
-# Without a GPU two processes with half of the cores each are faster than one with all of them.
-if [ -z "${NPROC:-}" ] && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && ! command -v nvidia-smi >/dev/null; then
-    export NPROC=2
-fi
+NEEDS="requirements.txt" source tools/setup.sh
 exec "$PYTHON" train.py "$@"

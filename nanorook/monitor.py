@@ -85,7 +85,7 @@ def by_kind(samples):
 
 
 def progress_line(m, steps, seconds_left):
-    rewards = [f"{name.split('/')[0]} {value:.3f}" for name, value in m.items() if name.endswith("/reward")]
+    rewards = [f"{name.split('/')[0]} {value:.3f}" for name, value in m.items() if name.split("/")[1:] == ["reward"]]
     kl = f"kl {m['kl']:.4f} " if "kl" in m else ""
     state = f"● {m['state']}"
     if sys.stdout.isatty():

@@ -1,15 +1,24 @@
-# Sourced by train.sh and test.sh: leaves in $PYTHON an interpreter with what requirements.txt asks for.
+# Sourced by train.sh and test.sh: leaves in $PYTHON an interpreter that has what the requirements files in $NEEDS name.
 # PYTHON=/some/python is used as it is.
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=.venv/bin/python
-    if ! cmp -s requirements.txt .venv/requirements.txt; then
-        if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-            echo "error: Python 3.10 or later is needed as python3; install one, or name it with PYTHON=/path/to/python." >&2
-            exit 1
+    for file in $NEEDS; do
+        if cmp -s "$file" ".venv/$file"; then
+            continue
         fi
-        echo "Setting up .venv from requirements.txt, once; this takes a few minutes." >&2
-        python3 -m venv .venv
-        $PYTHON -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-        cp requirements.txt .venv/requirements.txt # last, so that a set-up cut short is begun again
-    fi
+        echo "Installing $file into .venv, once: about 200 MB and one to five minutes (with CUDA's libraries 3 GB)." >&2
+        if command -v uv >/dev/null; then
+            [ -x $PYTHON ] || uv venv --quiet --python ">=3.10" .venv
+            uv pip install --python $PYTHON --requirement "$file"
+        else
+            if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+                echo "error: Python 3.10 or later is needed as python3; install one, or name it with PYTHON=/path/to/python." >&2
+                exit 1
+            fi
+            [ -x $PYTHON ] && $PYTHON -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv
+            quiet=$([ -t 2 ] || echo --quiet) # a terminal sees the downloads' progress
+            $PYTHON -m pip install $quiet --disable-pip-version-check --requirement "$file"
+        fi
+        cp "$file" ".venv/$file" # last, so that an installation cut short is begun again
+    done
 fi
