@@ -133,10 +133,10 @@ def loss_normalizer(mask, loss, max_completion_tokens):
 
     With several processes, sum it over them, and their gradients too.
     """
-    rows, tokens = torch.tensor(len(mask), device=mask.device), mask.sum()
-    return {
-        "grpo": rows, "gspo": rows, "dr_grpo": rows * max_completion_tokens, "dapo": tokens, "cispo": tokens
-    }[loss]  # fmt: skip
+    rows = torch.tensor(len(mask), device=mask.device)
+    if loss in ("grpo", "gspo"):
+        return rows
+    return rows * max_completion_tokens if loss == "dr_grpo" else mask.sum()
 
 
 def aggregate(per_token, mask, loss, normalizer):
