@@ -9,9 +9,10 @@ import signal
 
 import pytest
 import torch
+import toy
 
 from model import GPT, GPTConfig
-from nanorook import stockfish
+from nanorook import settings, stockfish
 from nanorook.tokenizer import Tokenizer
 
 PACKAGES = {"stockfish": "stockfish", "chromium": "chromium", "g++": "g++"}  # program -> Debian package
@@ -74,6 +75,21 @@ def byte_model():
     model = GPT(GPTConfig(257, 384, 32, 2, 2, eos_token_id=256, extra={"chess_format": "expanded"}))
     model.tokenizer = Tokenizer.of_bytes()
     return model
+
+
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    toy.model().save(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def toy_run(monkeypatch, tmp_path, toy_model):
+    """toy_run("out", STEPS=3) is train.main() in this process, with the task of toy.py; the rows of its metrics."""
+    known = dict(settings.SETTINGS)
+    yield lambda out="out", **changes: toy.run(monkeypatch.setattr, tmp_path / out, **{"MODEL": toy_model, **changes})
+    settings.SETTINGS.update(known)
 
 
 @pytest.fixture(autouse=True)

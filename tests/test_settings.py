@@ -1,62 +1,102 @@
-"""settings.py through the program that uses it: what is wrong is said in one sentence, before anything is done."""
+"""nanorook/settings.py: where values come from, and what cannot be used is said in one sentence."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PROGRAM = """
-from settings import INSTEAD, finish, setting, values
-STEPS = setting("STEPS", 100, "how long", low=0)
-LR = setting("LR", 1e-4, "how fast", low=0)
-LOSS = setting("LOSS", "dapo", "which", one_of=("grpo", "dapo"))
-OVERFIT = setting("OVERFIT", False, "on one batch")
-if OVERFIT:
-    INSTEAD["RUN_NAME"] = "one"
-RUN_NAME = setting("RUN_NAME", "", "a name")
-finish()
-print(values())
-"""
+from nanorook import settings
+from nanorook.settings import setting
 
 
-def run(*arguments, **environment):
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "LESS": "x", "SHELL": "bash", **environment}
-    return subprocess.run([sys.executable, "-c", PROGRAM, *arguments], env=env, capture_output=True, text=True)
+@pytest.fixture
+def program(monkeypatch):
+    """A program with five settings, started with arguments and an environment; their values."""
+    monkeypatch.setattr(settings, "SETTINGS", {})
+    for name in settings.GIVEN:
+        monkeypatch.setitem(settings.GIVEN, name, {})
+
+    def start(*arguments, **environment):
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        monkeypatch.setattr(os, "environ", {"LESS": "x", "SHELL": "bash", **environment})
+        settings.read_user()
+        setting("STEPS", 100, "how long", low=0)
+        setting("LR", 1e-4, "how fast", low=0)
+        setting("LOSS", "dapo", "which", one_of=("grpo", "dapo"))
+        setting("OVERFIT", False, "on one batch")
+        setting("MODEL", "", "a folder")
+        setting("GROUP_SIZE", 4, "answers")
+        settings.finish()
+        return settings.values()
+
+    return start
 
 
-def test_arguments_come_before_the_environment_before_defaults():
-    result = run("LR=0.5", "RUN_NAME=a=b", LR="7", STEPS="5", OVERFIT="1")
-    assert eval(result.stdout) == {"STEPS": 5, "LR": 0.5, "LOSS": "dapo", "OVERFIT": True, "RUN_NAME": "a=b"}
-    assert eval(run().stdout)["RUN_NAME"] == "" and eval(run("OVERFIT=1").stdout)["RUN_NAME"] == "one"
+def test_arguments_come_before_the_environment_before_the_tasks_defaults(program):
+    settings.GIVEN["defaults"] = {"STEPS": 7, "LR": 7.0, "LOSS": "grpo"}
+    values = program("LR=0.5", "MODEL=a=b", LR="6", STEPS="5", OVERFIT="true")
+    assert values == {"STEPS": 5, "LR": 0.5, "LOSS": "grpo", "OVERFIT": True, "MODEL": "a=b", "GROUP_SIZE": 4}
+
+
+def test_only_a_program_that_was_started_reads_the_environment(monkeypatch):
+    monkeypatch.setattr(settings, "SETTINGS", {})
+    monkeypatch.setenv("STEPS", "five")
+    assert setting("STEPS", 100, "how long") == 100
 
 
 @pytest.mark.parametrize(
-    "arguments, environment, said",
+    "arguments, environment, message",
     [
         (["STEPS=abc"], {}, "STEPS=abc is not a whole number"),
         ([], {"STEPS": "1.5"}, "STEPS=1.5 is not a whole number"),
         (["STEPS=-1"], {}, "STEPS=-1 is out of range"),
-        (["LR=nan"], {}, "LR=nan is no finite number"),
+        (["LR=nan"], {}, "LR=nan is not a finite number"),
         (["LR="], {}, "LR= is not a number"),
-        (["LOSS=ppo"], {}, "none of grpo, dapo"),
+        (["LOSS=ppo"], {}, "is not one of grpo, dapo"),
         (["OVERFIT=maybe"], {}, "neither 0 nor 1"),
         (["STEP=5"], {}, "did you mean STEPS?"),
-        (["--steps"], {}, "--steps is no setting"),
+        (["--steps"], {}, "--steps is not a setting"),
         (["STEPS"], {}, "did you mean STEPS?"),
         (["nonsense=1"], {}, "--help lists the settings"),
-        ([], {"STEP": "5"}, "The environment has STEP, which is no setting; did you mean STEPS?"),
+        (["MODELS=x"], {}, "did you mean MODEL?"),
+        ([], {"STEP": "5"}, "the environment has STEP, which is not a setting; did you mean STEPS?"),
+        ([], {"GROUP_SIZES": "5"}, "did you mean GROUP_SIZE?"),
     ],
 )
-def test_what_cannot_be_used_is_named(arguments, environment, said):
-    result = run(*arguments, **environment)
-    assert result.returncode == 1 and result.stdout == ""
-    assert said in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+def test_what_cannot_be_used_is_an_error(program, arguments, environment, message):
+    with pytest.raises(SystemExit) as error:
+        program(*arguments, **environment)
+    assert error.value.code.startswith("error: ") and message in error.value.code and "\n" not in error.value.code
 
 
-def test_help_shows_names_defaults_and_meanings():
-    lines = run("--help").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["STEPS", "LR", "LOSS", "OVERFIT", "RUN_NAME"]
-    assert "100" in lines[0] and "how long" in lines[0] and "(grpo, dapo)" in lines[2] and lines[3].split()[1] == "0"
+def test_a_variable_that_may_be_another_programs_is_a_warning(program, capsys):
+    assert program(MODELS="/srv/models", LOSSES="mse", STEPS="5")["STEPS"] == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("warning: the environment has MODELS,")
+
+
+def test_help_shows_names_defaults_and_meanings(program, capsys):
+    with pytest.raises(SystemExit):
+        program("--help", "STEPS=5")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["STEPS", "100"], ["LR", "0.0001"]]
+    assert "how long" in lines[0] and "(grpo, dapo)" in lines[2] and lines[3].split()[1] == "0"
+
+
+def test_a_resumed_run_lists_what_changed_and_refuses_another_model(program):
+    now, messages = program("LR=0.5", "MODEL=a"), []
+    settings.compare({**now, "LR": 0.1, "GONE": 1}, messages.append)
+    assert messages == ["LR was 0.1 and is now 0.5"]
+    with pytest.raises(SystemExit, match="this run was started with MODEL=b; use that again, or .* FRESH=1"):
+        settings.compare({**now, "MODEL": "b"}, messages.append)
+
+
+def test_a_task_is_any_file_and_brings_its_own_defaults(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "SETTINGS", {})
+    monkeypatch.setitem(settings.GIVEN, "defaults", {})
+    (tmp_path / "my_task.py").write_text("from nanorook.positions import DataError\nDEFAULTS = {'LR': 0.25}\n")
+    task = settings.load_task(tmp_path / "my_task.py")
+    assert setting("LR", 1.0, "") == 0.25 and settings.load_task(tmp_path / "my_task.py") is task
+    assert settings.load_task("rewards.py") is sys.modules["rewards"]
+    with pytest.raises(SystemExit, match="there is no such file"):
+        settings.load_task(tmp_path / "none.py")
