@@ -342,8 +342,7 @@ def grade_environment(question, text):
     if answer is None:
         return [("malformed", MALFORMED, None)], metrics
     (fen, fen_span), (reward, reward_span), (said_terminated, terminated_span), (said_truncated, truncated_span) = answer
-    board, space, rest = fen.partition(" ")  # a dot is an empty square on the board alone
-    fen, reward = contract_board(board) + space + rest, float(reward)
+    fen, reward = contract_board(fen), float(reward)
     metrics["structure"] = 1.0
 
     metrics["next_state"] = fen == next_fen

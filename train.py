@@ -13,7 +13,6 @@ import copy
 import functools
 import json
 import math
-import os
 import random
 import shutil
 import sys

@@ -122,7 +122,7 @@ def flush(path):
 
 
 def rewind(file, step):
-    """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, and half a line."""
+    """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, or half a line."""
     if not file.exists():
         return []
     rows = []

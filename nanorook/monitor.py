@@ -67,21 +67,18 @@ def interval(values, counts=None):
 
 
 def by_kind(samples):
-    """What the grades of samples say: means of the reward, the metrics and the pieces of each kind of question."""
+    """Means of rewards, metrics and pieces ("earned/...") for each kind of question."""
     result = {}
     for kind in dict.fromkeys(sample.question.kind for sample in samples):
         grades = [sample.grade for sample in samples if sample.question.kind == kind]
-        earned = []
+        values = {"reward": sum(grade.reward for grade in grades) / len(grades)} | means([g.metrics for g in grades])
         for grade in grades:
-            earned.append({})
             for name, value, _ in grade.pieces:
-                name = f"earned/{name.split(' ')[0]}"  # "candidates 3" is one of several of that name
-                earned[-1][name] = earned[-1].get(name, 0.0) + value
-        pieces = {name: sum(e.get(name, 0.0) for e in earned) / len(earned) for name in dict.fromkeys(sum(map(list, earned), []))}
-        values = {"reward": mean([g._asdict() for g in grades], "reward")} | means([g.metrics for g in grades]) | pieces
+                name = f"earned/{name.split(' ')[0]}"  # "candidates 3" is one of several pieces of this name
+                values[name] = values.get(name, 0.0) + value / len(grades)
         result |= {f"{kind}/{name}": value for name, value in values.items()}
-    structure = [s.grade.metrics["structure"] for s in samples if "structure" in s.grade.metrics]
-    return result | ({"structure": sum(structure) / len(structure)} if structure else {})
+    structure = means([sample.grade.metrics for sample in samples]).get("structure")
+    return result if structure is None else result | {"structure": structure}
 
 
 def progress_line(m, steps, seconds_left):
@@ -99,15 +96,21 @@ def progress_line(m, steps, seconds_left):
 
 
 def duration(seconds):
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show(samples):
     """The worst and the best of some samples, each with what its reward is made of."""
     ordered = sorted(samples, key=lambda sample: sample.grade.reward)
     for sample in (ordered[0], ordered[-1]):
-        pieces = " ".join(f"{name} {value:.2f}" for name, value, _ in sample.grade.pieces if value)
-        print(f"  {sample.question.prompt.strip()}\n  -> {sample.text.strip()}\n     {sample.grade.reward:.3f} = {pieces}")
+        earned = {}
+        for name, value, _ in sample.grade.pieces:
+            earned[name.split(" ")[0]] = earned.get(name.split(" ")[0], 0.0) + value
+        pieces = " + ".join(f"{value:.2f} {name}" for name, value in earned.items() if value)
+        print(f"  {sample.question.prompt.strip()}\n  -> {sample.text.strip()}")
+        print(f"     {sample.grade.reward:.3f} = {pieces}")
 
 
 def table(columns):
