@@ -9,8 +9,8 @@ import signal
 
 import pytest
 import torch
-import toy
 
+import toy
 from model import GPT, GPTConfig
 from nanorook import settings, stockfish
 from nanorook.tokenizer import Tokenizer

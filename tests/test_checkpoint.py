@@ -1,21 +1,30 @@
-"""checkpoint.py: whole or not at all, and never trusted unchecked."""
+"""Checkpoints are whole or not there, and a run that is killed at any moment ends as one that never was."""
 
-import copy
 import errno
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import CheckpointError
+import toy
+import train
 from model import GPT
+from nanorook import checkpoint, monitor
+from nanorook.checkpoint import CheckpointError
 
+ROOT = Path(__file__).parent.parent
 TRAINER = {"optimizer": {"state": {}}, "settings": {"SEED": 0}, "best": (0.5, 1), "good": (1, 2.5)}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return toy.model()
 
 
 def save(out, model, *steps, keep=10):
@@ -25,86 +34,74 @@ def save(out, model, *steps, keep=10):
 
 
 def load(out):
-    said = []
-    folder, trainer = checkpoint.load(out, said.append)
-    return folder.name, trainer, said
+    """(name of the folder, trainer state, what was printed)"""
+    messages = []
+    folder, trainer = checkpoint.load(out, messages.append)
+    return folder.name, trainer, messages
 
 
-def test_what_is_saved_comes_back(byte_model, tmp_path):
-    save(tmp_path, byte_model, 1, 2)
-    name, trainer, said = load(tmp_path)
-    assert name == "step-000002" and trainer == {**TRAINER, "step": 2} and not said
-    for a, b in zip(GPT.load(tmp_path / "latest").parameters(), byte_model.parameters()):
-        assert torch.equal(a, b)
+def test_what_is_saved_comes_back(small, tmp_path):
+    save(tmp_path, small, 1, 2)
+    name, trainer, messages = load(tmp_path)
+    assert name == "step-000002" and trainer == {**TRAINER, "step": 2} and not messages
+    assert all(map(torch.equal, GPT.load(tmp_path / "latest").parameters(), small.parameters()))
     assert checkpoint.load(tmp_path / "empty", print) is None
 
 
-def test_only_some_are_kept_and_the_best_is_one_of_them(byte_model, tmp_path):
-    save(tmp_path, byte_model, *range(1, 6), keep=2)
+def test_only_some_are_kept_and_the_best_is_one_of_them(small, tmp_path):
+    save(tmp_path, small, *range(1, 6), keep=2)
+    (tmp_path / "step-final").mkdir()  # of another name: not a checkpoint
     assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-000005", "step-000004", "step-000001"]
 
 
-def test_a_run_goes_on_with_the_settings_of_today(byte_model, tmp_path):
-    def optimizer(decay):
-        return torch.optim.AdamW(byte_model.parameters(), weight_decay=decay)
-
-    before, after = optimizer(0.1), optimizer(0.2)
-    byte_model(torch.tensor([[1, 2, 3]])).sum().backward()
-    before.step()
-    good = copy.deepcopy((byte_model.state_dict(), before.state_dict()))
-    state = {**TRAINER, "optimizer": before.state_dict(), "good": good, "step": 1}
-    checkpoint.save(tmp_path, byte_model, state, 1)
-    state = checkpoint.resume(tmp_path, byte_model, after, None, {}, lambda _: None)
-    for groups in (after.param_groups, state["good"][1]["param_groups"]):
-        assert [group["weight_decay"] for group in groups] == [0.2]
-    weight = byte_model.wte.weight
-    assert torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"]) and weight.grad.any()
-
-
-def test_a_reference_that_has_moved_comes_back_whole(byte_model, tmp_path):
-    moved, start = (copy.deepcopy(byte_model) for _ in range(2))
-    with torch.no_grad():
-        for p in moved.parameters():
-            p.mul_(1.1)
-    moved, start = moved.cast(torch.bfloat16), start.cast(torch.bfloat16)
-    optimizer = torch.optim.AdamW(byte_model.parameters())
-    good = byte_model.state_dict(), optimizer.state_dict()
-    state = {**TRAINER, "optimizer": good[1], "good": good, "step": 1, "reference": moved.state_dict()}
-    checkpoint.save(tmp_path, byte_model, state, 1)
-    tokens = torch.tensor([[1, 2, 3]])
-    assert not torch.equal(start(tokens), moved(tokens))
-    checkpoint.resume(tmp_path, byte_model, optimizer, start, {}, lambda _: None)
-    assert torch.equal(start(tokens), moved(tokens))
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json", "config.json"])
-@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
-def test_damage_is_named_and_the_one_before_is_taken(byte_model, tmp_path, file, damage):
-    save(tmp_path, byte_model, 1, 2)
-    path = tmp_path / "step-000002" / file
+@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted", "without a sum"])
+def test_damage_is_named_and_the_one_before_is_taken(small, tmp_path, file, damage):
+    save(tmp_path, small, 1, 2)
+    path, sums = tmp_path / "step-000002" / file, tmp_path / "step-000002" / "sums.json"
     content = bytearray(path.read_bytes())
     if damage == "cut":
         path.write_bytes(content[: len(content) // 2])
     elif damage == "flipped":
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    else:
+    elif damage == "deleted":
         path.unlink()
-    name, trainer, said = load(tmp_path)
+    else:
+        listed = {} if file == "sums.json" else json.loads(sums.read_text())
+        sums.write_text(json.dumps({name: digest for name, digest in listed.items() if name != file}))
+    name, trainer, messages = load(tmp_path)
     assert name == "step-000001" and trainer["step"] == 1
-    assert len(said) == 1 and "step-000002 is damaged" in said[0]
+    assert len(messages) == 1 and "step-000002 is damaged" in messages[0]
 
 
-def test_nothing_whole_is_an_error_and_not_a_fresh_start(byte_model, tmp_path):
-    save(tmp_path, byte_model, 1)
+def test_nothing_whole_is_an_error_and_not_a_fresh_start(small, tmp_path):
+    save(tmp_path, small, 1)
     (tmp_path / "step-000001" / "trainer.pt").unlink()
     with pytest.raises(CheckpointError, match="FRESH=1"):
         load(tmp_path)
 
 
+class Code:
+    def __reduce__(self):
+        return exec, ("import pathlib; pathlib.Path('executed').touch()",)
+
+
+def test_code_in_a_checkpoint_is_not_executed(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, small, 1, 2)
+    folder = tmp_path / "step-000002"
+    torch.save({"step": 2, "code": Code()}, folder / "trainer.pt")
+    sums = {file.name: checkpoint.digest(file) for file in folder.iterdir() if file.name != "sums.json"}
+    (folder / "sums.json").write_text(json.dumps(sums))  # as a stranger would make them
+    name, _, messages = load(tmp_path)
+    assert name == "step-000001" and "damaged" in messages[0] and "\n" not in messages[0]
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "fsync"), (os, "rename")])
-def test_a_full_disk_leaves_the_one_before_whole(byte_model, tmp_path, monkeypatch, owner, name):
-    save(tmp_path, byte_model, 1)
+def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, owner, name):
+    save(tmp_path, small, 1)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -112,30 +109,50 @@ def test_a_full_disk_leaves_the_one_before_whole(byte_model, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
         with pytest.raises(CheckpointError, match="step-000002 could not be written .No space left"):
-            save(tmp_path, byte_model, 2)
+            save(tmp_path, small, 2)
     assert load(tmp_path)[0] == "step-000001" and not list(tmp_path.glob(".step*"))
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path):
+def test_a_folder_that_vanished_or_cannot_be_written_to(small, tmp_path):
+    out = tmp_path / "out"
+    save(out, small, 1)
+    out.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="step-000002 could not be written .No such file"):
+        checkpoint.save(out, small, {**TRAINER, "step": 2}, 2)
+    assert not out.exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written to"):
         checkpoint.lock(tmp_path / "file" / "out")
 
 
+def test_everything_is_flushed_before_it_gets_its_name(small, tmp_path, monkeypatch):
+    events, rename = [], os.rename
+    monkeypatch.setattr(checkpoint, "flush", lambda path: events.append(path.name))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"now {b.name}"), rename(a, b)))
+    save(tmp_path, small, 1)
+    files = {file.name for file in (tmp_path / "step-000001").iterdir()}
+    named = events.index("now step-000001")
+    assert files | {".step-000001"} <= {*events[:named]} and tmp_path.name in events[named:]
+
+
 def test_the_lock_is_held_by_the_living_alone(tmp_path):
-    code = f"import checkpoint, pathlib, time; held = checkpoint.lock(pathlib.Path({str(tmp_path)!r}))"
-    code += "; print(1, flush=True); time.sleep(60)"
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    other.stdout.readline()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = checkpoint.lock(tmp_path)
+        os.write(writing, b"locked")
+        signal.pause()
+        held.close()
+    os.read(reading, 6)
     with pytest.raises(CheckpointError, match="in use by another run"):
         checkpoint.lock(tmp_path)
-    other.send_signal(signal.SIGKILL)
-    other.wait()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     checkpoint.lock(tmp_path).close()
 
 
-def test_clear_deletes_what_a_run_made_and_nothing_else(byte_model, tmp_path):
-    save(tmp_path, byte_model, 1, 2)
+def test_clear_deletes_what_a_run_made_and_nothing_else(small, tmp_path):
+    save(tmp_path, small, 1, 2)
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(CheckpointError, match="holds thesis.tex"):
@@ -146,32 +163,60 @@ def test_clear_deletes_what_a_run_made_and_nothing_else(byte_model, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rewind_keeps_each_step_once(tmp_path):
+def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "x": NaN}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
     assert [row["step"] for row in checkpoint.rewind(file, 2)] == [1, 2]
     assert len(file.read_text().splitlines()) == 2 and file.read_text().endswith("}\n")
     assert checkpoint.rewind(tmp_path / "none", 2) == []
-
-
-def test_lines_that_are_damaged_end_what_is_kept(tmp_path):
     for bad in (b"\xff\xfe{}", b"[" * 100_000, b"5", b"null", b'{"other": 1}', b'{"step": "2"}'):
-        file = tmp_path / "metrics.jsonl"
         file.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 3}\n')
         assert checkpoint.rewind(file, 3) == [{"step": 1}]
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    pid = os.fork()
+    if pid == 0:
+        received = checkpoint.catch_signals()
+        os.kill(os.getpid(), signal.SIGINT)
+        if received == [signal.SIGINT]:  # the step goes on
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
 
 
 class Killed(BaseException):
     """As SIGKILL: no handler of errors sees it."""
 
 
-@pytest.mark.parametrize(
-    "owner, name, nth",
-    [(GPT, "save", 1), (torch, "save", 1), (os, "rename", 1), (os, "rename", 2), (os, "symlink", 1), (os, "replace", 1)]
-    + [(checkpoint, "flush", n) for n in range(1, 8)],
-)
-def test_killed_at_any_moment_of_saving_latest_names_a_whole_one(byte_model, tmp_path, monkeypatch, owner, name, nth):
-    save(tmp_path, byte_model, 1)
+RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, REF_UPDATE_EVERY=2, EPOCHS=2, LR=0.01, LR_SCHEDULE="cosine")
+# The moments at which a run is killed: the nth call of a function, counted from the start of the run.
+MOMENTS = [(train, "evaluate", 1), (train, "evaluate", 2), (train, "rollout", 1), (train, "update", 4)]
+MOMENTS += [(monitor, "open_log", 1), (monitor, "progress_line", 1), (monitor, "show", 1), (train, "finish_run", 1)]
+MOMENTS += [(checkpoint, "save", n) for n in (1, 2)] + [(checkpoint, "flush", n) for n in (1, 3, 9, 10, 12, 17)]
+MOMENTS += [(torch, "save", 2), (os, "rename", 2), (os, "rename", 4), (os, "symlink", 2), (os, "replace", 2)]
+
+
+def all_of(out):
+    """All that a run leaves and that does not tell the time."""
+    files = ["samples.jsonl", "skill.json", "model/model.safetensors"]
+    return toy.rows(out), [(out / file).read_bytes() for file in files]
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory, toy_model):
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        toy.run(patch.setattr, out, MODEL=toy_model, **RUN)
+    return all_of(out)
+
+
+@pytest.mark.parametrize("owner, name, nth", MOMENTS)
+def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, monkeypatch, toy_run, never_killed):
     function, calls = getattr(owner, name), []
 
     def killed(*args, **kwargs):
@@ -181,78 +226,65 @@ def test_killed_at_any_moment_of_saving_latest_names_a_whole_one(byte_model, tmp
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, killed)
+        if name != "finish_run":  # toy_run replaces that one
+            patch.setattr(owner, name, killed)
+        else:
+            patch.setattr(train.parallel, "finish", killed)
         with pytest.raises(Killed):
-            save(tmp_path, byte_model, 2)
-    latest = (tmp_path / "latest").resolve()
-    newest, trainer, said = load(tmp_path)
-    assert not said and trainer["step"] == int(newest[-1])
-    assert latest.name in ("step-000001", newest) and GPT.load(latest)
-    save(tmp_path, byte_model, 3)  # what lies about is in nobody's way
-    assert load(tmp_path)[0] == "step-000003" == (tmp_path / "latest").resolve().name
+            toy_run(**RUN)
+    gc.collect()  # a process that was killed holds no lock
+    latest = tmp_path / "out" / "latest"
+    assert not latest.is_symlink() or GPT.load(latest)  # `latest` never names half a checkpoint
+    toy_run(**RUN)
+    assert all_of(tmp_path / "out") == never_killed
 
 
-def test_everything_is_flushed_before_it_gets_its_name(byte_model, tmp_path, monkeypatch):
-    flushed, rename = [], os.rename
-    monkeypatch.setattr(checkpoint, "flush", lambda path: flushed.append(path.name))
-    monkeypatch.setattr(os, "rename", lambda a, b: (flushed.append(f"now {b.name}"), rename(a, b)))
-    save(tmp_path, byte_model, 1)
-    files = {file.name for file in (tmp_path / "step-000001").iterdir()}
-    named = flushed.index("now step-000001")
-    assert files | {".step-000001"} <= {*flushed[:named]} and tmp_path.name in flushed[named:]
+def test_a_stopped_run_saves_and_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
+    """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
+    rollout, results = train.rollout, []
+    for stops in ((), (4, 6, 7)):
+        for stop in (*stops, None):
+
+            def broken(model, questions, step, stop=stop):
+                if step + 1 == stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                parts = rollout(model, questions, step)
+                bad = step in (3, 5, 6)
+                return [(b._replace(advantages=b.advantages * float("nan")) if bad else b, s) for b, s in parts]
+
+            monkeypatch.setattr(train, "rollout", broken)
+            monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
+            run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
+            if stop:
+                with pytest.raises(SystemExit, match="143"):
+                    toy_run(f"out{len(stops)}", **run)
+                assert f"stopped after step {stop}; the same command goes on from there." in capsys.readouterr().out
+                gc.collect()
+            else:
+                toy_run(f"out{len(stops)}", **run)
+        results.append(all_of(tmp_path / f"out{len(stops)}"))
+    rows = results[0][0]
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 0, 1, 1, 0]
+    assert rows[7]["lr"] == rows[4]["lr"] / 2  # it went back
+    assert results[1] == results[0]
 
 
-def test_an_out_dir_that_vanished_is_said(byte_model, tmp_path):
-    out = tmp_path / "out"
-    save(out, byte_model, 1)
-    out.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="step-000002 could not be written .No such file"):
-        checkpoint.save(out, byte_model, {**TRAINER, "step": 2}, 2)
-    assert not out.exists()
-
-
-def seal(folder):
-    """Checksums that fit, as a stranger would make them."""
-    sums = {file.name: checkpoint.digest(file) for file in folder.iterdir() if file.name != "sums.json"}
-    (folder / "sums.json").write_text(json.dumps(sums))
-
-
-class Code:
-    def __reduce__(self):
-        return exec, ("import pathlib; pathlib.Path('executed').touch()",)
-
-
-def test_code_in_a_checkpoint_is_not_executed(byte_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save(tmp_path, byte_model, 1, 2)
-    torch.save({"step": 2, "code": Code()}, tmp_path / "step-000002" / "trainer.pt")
-    seal(tmp_path / "step-000002")
-    name, _, said = load(tmp_path)
-    assert name == "step-000001" and "damaged" in said[0] and said[0].count("\n") == 0
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize("missing", ["trainer.pt", "model.safetensors", "config.json"])
-def test_a_file_without_a_checksum_is_not_trusted(byte_model, tmp_path, missing):
-    save(tmp_path, byte_model, 1, 2)
-    sums = tmp_path / "step-000002" / "sums.json"
-    sums.write_text(json.dumps({k: v for k, v in json.loads(sums.read_text()).items() if k != missing}))
-    assert load(tmp_path)[0] == "step-000001"
-
-
-def test_a_folder_of_another_name_is_no_checkpoint(byte_model, tmp_path):
-    save(tmp_path, byte_model, 1)
-    (tmp_path / "step-final").mkdir()
-    assert load(tmp_path)[0] == "step-000001"
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_leaves_at_once(first):
-    pid = os.fork()
-    if pid == 0:
-        stopping = checkpoint.leave_after_this_step()
-        os.kill(os.getpid(), first)
-        if stopping == [first]:  # the step goes on
-            os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+@pytest.mark.slow
+def test_killed_for_real_twenty_times(tmp_path, toy_model):
+    """SIGKILL after random times; each run that comes to its end is compared, and the next one begins."""
+    command = [f"{name}={value}" for name, value in {**toy.SETTINGS, "MODEL": toy_model, **RUN, "STEPS": 200}.items()]
+    rng, ends, kills = torch.Generator().manual_seed(0), [], 0
+    while kills < 20 or not ends:
+        out = tmp_path / str(len(ends))
+        process = subprocess.Popen([sys.executable, "train.py", *command, f"OUT_DIR={out}"], cwd=ROOT)
+        try:
+            process.wait(timeout=None if kills >= 20 else 2 + 8 * torch.rand((), generator=rng).item())
+            assert process.returncode == 0
+            ends.append(all_of(out))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    whole = tmp_path / "whole"
+    subprocess.run([sys.executable, "train.py", *command, f"OUT_DIR={whole}"], cwd=ROOT, check=True)
+    assert all(end == all_of(whole) for end in ends)
