@@ -1,52 +1,60 @@
-"""README.md: its Python runs as it stands there."""
+"""README.md and docs/: they are short, and what they name exists."""
 
-import random
 import re
 from pathlib import Path
 
-import chess
-import torch
+import pytest
 
-import data
-import rewards
-import tasks
 import train
-from model import GPT
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-
-def block(mark):
-    (found,) = [text for text in BLOCKS if mark in text]
-    return found
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 
 
-def test_sampling_with_the_embedded_model(capsys):
-    exec(block("from rollout import generate"), {})
-    answers = capsys.readouterr().out.splitlines()
-    assert len(answers) == 4 and all(answer.startswith("M: ") for answer in answers)
+def anchors(file):
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-def test_a_task_of_ones_own(monkeypatch):
-    monkeypatch.setitem(rewards.TASKS, "L: ", None)  # put back afterwards
-    grading, asking = block("# rewards.py"), block("# tasks.py")
-    assert len((grading + asking).splitlines()) <= 30
-    exec(grading, {**vars(rewards)})
-    names = {**vars(tasks)}
-    exec(asking, names)
-    positions = data.load("builtin")[:2]
-    samples = [names["legal_sample"](position, "expanded") for position in positions]
-    legal = [move.uci() for move in chess.Board(positions[0].fen).legal_moves]
-    random.Random(0).shuffle(legal)
-    said = [[], ["a1a1"], legal[:3], legal[:-1], legal]
-    paid = [rewards.grade(samples[0].prompt, " ".join(moves), (), False).reward for moves in said]
-    assert paid == sorted(set(paid)) and paid[0] == rewards.MALFORMED and paid[-1] == 1
+def test_the_readme_and_the_docs_stay_short():
+    assert len(README.splitlines()) <= 220
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 6
 
-    for name, value in dict(BATCH_POSITIONS=2, GROUP_SIZE=2, DTYPE=torch.float32, TASKS={"L: ": 40}).items():
-        monkeypatch.setattr(train, name, value)
-    model = GPT.load("weights/tiny")
-    batches, graded = train.rollout(model, samples, 0)
-    assert all(set(grade.parts) >= {"found", "only", "earned/found"} for _, _, grade in graded)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert train.update(model, None, optimizer, batches, 0.0)["grad_norm"] > 0
+
+@each_file
+def test_lines_are_wrapped(file):
+    assert not [line for line in file.read_text().splitlines() if len(line) > 140 and not line.startswith("|")]
+
+
+@each_file
+def test_links_lead_somewhere(file):
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if not re.match("https?:", link):
+            path, _, anchor = link.partition("#")
+            target = (file.parent / path).resolve() if path else file
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@each_file
+def test_programs_and_files_exist(file):
+    text = file.read_text()
+    for folder, name in re.findall(r"\b(tools|experiments)\.([a-z_]+)\b", text):
+        assert (ROOT / folder / f"{name}.py").exists(), f"{folder}.{name}"
+    for path in re.findall(r"\b(?:tests|tools|experiments|examples|nanorook)/[\w./]+\.(?:py|sh|json)\b", text):
+        assert (ROOT / path).exists(), path
+
+
+@each_file
+def test_settings_exist(file):
+    text, settings = file.read_text(), {*train.settings.values(), "PYTHON"}
+    for line in re.findall(r"^.*train\.(?:sh|py)\b.*$", text, re.MULTILINE):
+        assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= settings, line
+    if file.parent == ROOT:
+        rows = re.findall(r"^\|([^|]*)\|", text.partition("## The settings that matter")[2].partition("\n## ")[0], re.MULTILINE)
+        named = re.findall(r"`([A-Z_]+)(?:=1)?`", " ".join(rows))
+        assert len(named) > 12 and {*named} <= settings
