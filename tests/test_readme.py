@@ -43,8 +43,8 @@ def test_links_lead_somewhere(file):
 @each_file
 def test_programs_and_files_exist(file):
     text = file.read_text()
-    for folder, name in re.findall(r"\b(tools|experiments)\.([a-z_]+)\b", text):
-        assert (ROOT / folder / f"{name}.py").exists(), f"{folder}.{name}"
+    for name in re.findall(r"(?:-m |`)((?:tools|experiments)\.[a-z_.]+)", text):
+        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
     for path in re.findall(r"\b(?:tests|tools|experiments|examples|nanorook)/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
 
