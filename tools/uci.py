@@ -1,14 +1,15 @@
 """The model as a chess engine: UCI on stdin and stdout, for chess programs and match runners.
 
-There is no search. Several completions of one prompt vote with the move after `B:`, among the legal moves alone; the
-model's own probability of each legal move breaks ties, and decides where no completion names a legal move or time is
-up. Stdin is read in the main thread, thinking has one of its own. The protocol: UCI, by Huber and Meyer-Kahlen.
+There is no search. Several answers to one prompt vote with the move after `B:`, among the legal moves alone. The
+model's own probability of each legal move breaks ties, and decides where no answer names a legal move or time is up.
+The main thread reads stdin, each `go` has a thread of its own. The protocol: UCI, by Huber and Meyer-Kahlen.
 """
 
 import argparse
 import math
 import os
 import re
+import statistics
 import sys
 import threading
 import time
@@ -19,18 +20,17 @@ from pathlib import Path
 import chess
 import torch
 
-import tasks
-from engine import MATE
-from machine import fastest_dtype, prepare
 from model import GPT
-from rewards import read_policy
+from nanorook.monitor import fastest_dtype
+from nanorook.stockfish import MATE
+from nanorook.tokenizer import LoadError
+from rewards import LIMITS, chess_format, parse_policy, policy_completion, policy_prompt, start_model
 from rollout import generate, pad_prompts
-from skill import LIMIT
-from tokenizer import LoadError
 
+ROOT = Path(__file__).parent.parent  # a chess program starts this one in a folder of its own
 OPTIONS = {  # name: (type, default, lowest, highest)
     "Temperature": ("string", 1.0, 0, 10),  # UCI has whole numbers only, so engines take others as text
-    "Samples": ("spin", 8, 0, 256),  # completions for a move; 0: the probability of the moves decides
+    "Samples": ("spin", 8, 0, 256),  # answers for a move; 0: the probability of the moves decides
     "MultiPV": ("spin", 5, 1, 256),
     "Seed": ("spin", 0, 0, 2**31 - 1),
 }
@@ -40,7 +40,7 @@ COUNTER = 9999  # a FEN's counters end here, or a prompt could be of any length
 MATES = 1000  # an evaluation that is so near to MATE is a mate, any other is centipawns
 MOVE = re.compile("[a-h][1-8][a-h][1-8][qrbn]?|0000")
 
-stdout = threading.Lock()  # both threads write
+stdout = threading.Lock()  # two threads write
 
 
 def say(*lines):
@@ -97,7 +97,7 @@ def read_limits(words):
 
 
 def seconds(limits, turn):
-    """How long a move may take. The model is done when its completions are, and has no use for more time."""
+    """How long a move may take. The model is done when its answers are, and has no use for more time."""
     clock, increment = ("wtime", "winc") if turn else ("btime", "binc")
     allowed = limits.get("movetime", math.inf)
     if clock in limits:
@@ -111,8 +111,8 @@ def seconds(limits, turn):
 # What the model says
 
 
-def write_prompt(model, board):
-    return model.tokenizer.encode(tasks.policy_prompt(board.fen(), model.config.chess_format))
+def prompt_of(model, board):
+    return model.tokenizer.encode(policy_prompt(board.fen(), chess_format(model.config)))
 
 
 @torch.no_grad()
@@ -122,13 +122,13 @@ def rank(model, board, moves):
     The data lists the engine's five best moves in random order, so this is a fifth of the probability to be among them.
     """
     encode, device = model.tokenizer.encode, model.wte.weight.device
-    answer = tasks.policy_completion(board.fen(), [(moves[0], 0)], model.config.chess_format)
-    prompt = write_prompt(model, board) + encode(answer.partition("M:")[0] + "M:")  # some formats pad before it
+    answer = policy_completion(board.fen(), [(moves[0], 0)], chess_format(model.config))
+    prompt = prompt_of(model, board) + encode(answer.partition("M:")[0] + "M:")  # RookWorld's format pads before it
     tokens, lengths = pad_prompts([encode(f" {move}") for move in moves], device)  # (N, T), (N,)
     logits = model.score(*pad_prompts([prompt], device), tokens)  # (N, T, V)
-    logp = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    logprobs = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]
-    return dict(zip(moves, logp.masked_fill(padding, 0).sum(1).tolist()))
+    return dict(zip(moves, logprobs.masked_fill(padding, 0).sum(1).tolist()))
 
 
 def score(pawns):
@@ -138,14 +138,6 @@ def score(pawns):
     if mate > MATES:
         return f"cp {centipawns}"
     return f"mate {mate if centipawns > 0 else -mate}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Thinking
-
-
-class Stopped(Exception):
-    """Time is up in the middle of sampling."""
 
 
 class Search(threading.Thread):
@@ -159,7 +151,7 @@ class Search(threading.Thread):
             asked = {word for word in words[words.index("searchmoves") :] if MOVE.fullmatch(word)}
             self.moves = [move for move in self.moves if move in asked or not asked]
         limits = read_limits(words)
-        self.samples = min(options["Samples"], limits.get("nodes", math.inf))  # a completion is a node
+        self.samples = min(options["Samples"], limits.get("nodes", math.inf))  # an answer is a node
         if not options["Temperature"]:
             self.samples = min(1, self.samples)  # greedy ones are all alike
         self.seconds = seconds(limits, board.turn)
@@ -176,86 +168,69 @@ class Search(threading.Thread):
 
     def run(self):
         try:
-            self.think()
+            best = "(none)"
+            if self.moves:
+                best = self.choose()
+            else:
+                say(f"info depth 0 score {'mate 0' if self.board.is_checkmate() else 'cp 0'}")
+            self.free.wait()
+            say(f"bestmove {best}")
         except Exception:  # without an answer the client would wait for ever, but it sees that a program is gone
             traceback.print_exc()
             os._exit(1)
 
-    def think(self):
-        best = "(none)"
-        if self.moves:
-            best = self.choose()
-        else:
-            say(f"info depth 0 score {'mate 0' if self.board.is_checkmate() else 'cp 0'}")
-        self.free.wait()
-        say(f"bestmove {best}")
-
     def choose(self):
-        """The best move so far when time is up, or after one round of completions; with `infinite` and `ponder` after
-        as many rounds as there is time for."""
-        self.chances = rank(self.model, self.board, self.moves)
-        self.votes, self.evaluations, depth = Counter(), defaultdict(list), 0
-        best = self.report(depth)
-        try:
-            while self.samples > 0 and time.monotonic() < self.deadline:
-                for text in self.complete():
-                    moves, numbers, vote, _ = read_policy(text)[1] or ((), (), None, ())
-                    if vote in self.chances:
-                        self.votes[vote] += 1
-                    for move, number in zip(moves, numbers):
-                        self.evaluations[move].append(number)
-                depth += 1
-                best = self.report(depth)
-                if self.free.is_set() or not self.options["Temperature"]:
-                    break
-        except Stopped:
-            pass
-        if not self.votes:
-            say("info string no completion gave a legal move in time, so the likeliest one is played")
+        """The best move so far when time is up, or after one round of answers; with `infinite` and `ponder` after as
+        many rounds as there is time for."""
+        chances = rank(self.model, self.board, self.moves)
+        votes, evaluations, depth = Counter(), defaultdict(list), 0
+        best = self.report(chances, votes, evaluations, depth)
+        again = self.samples > 0
+        while again and time.monotonic() < self.deadline:
+            try:
+                answers = self.sample()
+            except TimeoutError:
+                break
+            for moves, numbers, (vote, _), _ in answers:
+                votes[vote] += vote in chances
+                for (move, _), (number, _) in zip(moves, numbers):
+                    evaluations[move].append(number)
+            depth += 1
+            best = self.report(chances, votes, evaluations, depth)
+            again = self.options["Temperature"] and not self.free.is_set()
+        if not votes.total():
+            say("info string no answer gave a legal move in time, so the likeliest one is played")
         return best
 
-    def complete(self):
-        """The texts of one group of completions; Stopped at the first token after the deadline."""
+    def sample(self):
+        """One round of answers, those that can be read; TimeoutError at the first token after the deadline."""
 
-        def look(*_):
+        def check(*_):
             if time.monotonic() >= self.deadline:
-                raise Stopped
+                raise TimeoutError
 
-        model, temperature = self.model, self.options["Temperature"]
-        prompt = write_prompt(model, self.board)
-        limit = min(LIMIT, model.config.n_positions - len(prompt))
-        hook = model.register_forward_pre_hook(look)
-        try:
-            out = generate(model, [prompt], self.samples, limit, temperature, generator=self.generator)
+        model, prompt = self.model, prompt_of(self.model, self.board)
+        limit = min(LIMITS["policy"], model.config.n_positions - len(prompt))
+        noise = torch.rand(self.samples, limit, generator=self.generator).to(model.wte.weight.device)
+        hook = model.ln_f.register_forward_pre_hook(check)  # a layer that every token passes once
+        try:  # a replayed CUDA graph would not call the hook
+            temperature = self.options["Temperature"]
+            batch = generate(model, [prompt], self.samples, limit, temperature, noise=noise, graph=False)
         finally:
             hook.remove()
-        return [model.tokenizer.decode(row) for row in out.tokens.tolist()]
+        return list(filter(None, (parse_policy(model.tokenizer.decode(row))[1] for row in batch.tokens.tolist())))
 
-    def report(self, depth):
+    def report(self, chances, votes, evaluations, depth):
         """Says the candidates and returns the best of them. It is said last: match runners read the last line."""
-        order = sorted(self.chances, key=lambda move: (self.votes[move], self.chances[move]), reverse=True)
-        shown = order[:1] + [move for move in order[1:] if move in self.evaluations]
+        order = sorted(chances, key=lambda move: (votes[move], chances[move]), reverse=True)
+        shown = order[:1] + [move for move in order[1:] if move in evaluations]
         nodes, passed = depth * self.samples, round(1000 * (time.monotonic() - self.started))
         lines = []
         for place, move in enumerate(shown[: self.options["MultiPV"]], 1):
-            said = sorted(self.evaluations.get(move, ()))
-            value = f"score {score(said[len(said) // 2])} " if said else ""
+            value = f"score {score(statistics.median_high(evaluations[move]))} " if move in evaluations else ""
             lines.append(f"info depth {depth} multipv {place} {value}nodes {nodes} time {passed} pv {move}")
         say(*reversed(lines))
         return order[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def load(name):
-    prepare()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = GPT.load(name).to(device).cast(fastest_dtype(device))
-    positions = model.config.n_positions
-    if positions < len(write_prompt(model, chess.Board())) + LIMIT:
-        raise LoadError(f"{name}: the model's {positions} positions have no room for a prompt and its answer.")
-    return model
 
 
 def introduce(name):
@@ -268,11 +243,15 @@ def introduce(name):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m tools.uci", description=__doc__.split("\n")[0])
-    tiny = Path(__file__).parent.parent / "weights" / "tiny"  # a chess program starts it wherever it likes
-    parser.add_argument("model", nargs="?", default=tiny, help="a model folder or hub id (default: weights/tiny)")
-    name = parser.parse_args().model
-    model = load(name)
-    generator = torch.Generator(model.wte.weight.device).manual_seed(OPTIONS["Seed"][1])
+    parser.add_argument("model", nargs="?", help="a model folder or hub id (default: weights/tiny)")
+    name = parser.parse_args().model or ROOT / start_model()
+    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = GPT.load(name).to(device).cast(fastest_dtype(device))
+    room = model.config.n_positions - len(prompt_of(model, chess.Board()))
+    if room < LIMITS["policy"]:
+        sys.exit(f"error: {name}: the model's positions leave {room} tokens after a prompt, too few for an answer.")
+    generator = torch.Generator().manual_seed(OPTIONS["Seed"][1])
     options = {option: default for option, (_, default, _, _) in OPTIONS.items()}
     board, search = chess.Board(), None
     for line in sys.stdin.buffer:
