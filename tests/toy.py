@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from model import GPT, GPTConfig
@@ -88,3 +89,11 @@ def run(patch, out, **changes):
 def rows(out):
     lines = Path(out, "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+
+
+def same(rows, others):
+    """Whether two runs measured the same, up to rounding."""
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys() and row.pop("state") == other.pop("state")
+        assert row.pop("advice") == other.pop("advice") and row == pytest.approx(other, rel=1e-3, abs=1e-5)
+    return True
