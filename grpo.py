@@ -133,7 +133,7 @@ def loss_normalizer(mask, loss, max_completion_tokens):
 
     With several processes, sum it over them, and their gradients too.
     """
-    rows = torch.tensor(len(mask), device=mask.device)
+    rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would make the host wait for the copy
     if loss in ("grpo", "gspo"):
         return rows
     return rows * max_completion_tokens if loss == "dr_grpo" else mask.sum()

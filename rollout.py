@@ -63,14 +63,18 @@ def microbatches(batch, most_tokens):
     G = len(batch.tokens) // B
     longest = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
     sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # the one time that the host waits
-    parts, cut, P, T = [], [], 0, 0
+
+    def fits(groups):
+        return len(groups) * (max(sizes[b][0] for b in groups) + G * max(sizes[b][1] for b in groups)) <= most_tokens
+
+    cuts = [[]]
     for group in sorted(range(B), key=lambda b: sizes[b][1]):
-        wider, longer = max(P, sizes[group][0]), max(T, sizes[group][1])
-        if cut and (len(cut) + 1) * (G * longer + wider) > most_tokens:
-            parts.append(batch.select(cut, P, T))
-            cut, (wider, longer) = [], sizes[group]
-        cut, P, T = [*cut, group], wider, longer
-    return [*parts, batch.select(cut, P, T)]
+        if cuts[-1] and not fits([*cuts[-1], group]):
+            cuts.append([])
+        cuts[-1].append(group)
+    if len(cuts) > 1 and len(cuts[-1]) == 1 and len(cuts[-2]) > 2 and fits([cuts[-2][-1], *cuts[-1]]):
+        cuts[-1].append(cuts[-2].pop())  # torch.compile makes graphs of its own for a batch of one
+    return [batch.select(cut, *(max(sizes[b][i] for b in cut) for i in (0, 1))) for cut in cuts]
 
 
 def pad_prompts(prompts, device):
@@ -158,7 +162,7 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
             counter.add_(1)
 
         next_step()  # the first one loads the libraries, which must not happen in a capture
-        replay = capture(next_step) if graph and T > 1 else next_step
+        replay = capture(next_step, device) if graph and T > 1 else next_step
         for t in range(1, T):
             if t % CHECK_EVERY == 0 and not alive.any():
                 break
@@ -184,10 +188,10 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
     return Batch(prompt_tokens, lengths, tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
 
 
-def capture(step):
+def capture(step, device):
     """One decoding step as a CUDA graph: its hundred kernels are launched as one."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         step()
     return graph.replay
 

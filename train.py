@@ -223,18 +223,18 @@ def microbatch_tokens(model):
 
 def accumulate_in_memory(model, reference, parts, *args):
     """accumulate(), again with smaller microbatches each time that memory does not suffice."""
-    tokens = microbatch_tokens(model)
-    while tokens >= 64:
+    while True:
         try:
             return accumulate(model, reference, parts, *args)
         except torch.OutOfMemoryError:
-            tokens //= 2
+            sizes = [part.prompts.numel() + part.tokens.numel() for part in parts if len(part.prompts) > 1]
+            if not sizes:
+                refuse("out of memory with the answers to a single question: lower GROUP_SIZE or MAX_NEW_TOKENS.")
         # outside of the except block, which keeps the failed tensors alive
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        print(f"out of memory; once more with MICROBATCH_TOKENS={tokens}", flush=True)
-        parts = [smaller for part in parts for smaller in microbatches(part, tokens)]
-    refuse("out of memory with the answers to a single question: lower GROUP_SIZE or MAX_NEW_TOKENS.")
+        print(f"out of memory; once more with MICROBATCH_TOKENS={max(sizes) // 2}", flush=True)
+        parts = [smaller for part in parts for smaller in microbatches(part, max(sizes) // 2)]
 
 
 def update(model, reference, optimizer, batches, kl_coef, first=False):

@@ -12,6 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
+from nanorook.settings import refuse
+
 
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
@@ -26,16 +28,16 @@ def start(device, processes):
     device = torch.device(device)
     if processes > 1 and "RANK" not in os.environ:
         launch(processes)
-    if "RANK" not in os.environ:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
-    local = {name: int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if device.type == "cuda":
-        device = torch.device("cuda", local["LOCAL_RANK"])
+    alone = "RANK" not in os.environ
+    if device.type == "cuda":  # set_device wants a number
+        device = torch.device("cuda", device.index or 0 if alone else int(os.environ["LOCAL_RANK"]))
+        if device.index >= torch.cuda.device_count():
+            refuse(f"there is no {device}: this machine has {torch.cuda.device_count()} usable GPU(s).")
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ or os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun sets it to 1
-        torch.set_num_threads(max(1, os.cpu_count() // local["LOCAL_WORLD_SIZE"]))
+    if alone:
+        return device
+    if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or os.environ.get("TORCHELASTIC_RUN_ID")):
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun sets it to 1
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 

@@ -1,0 +1,266 @@
+"""The CUDA path, on a pretended GPU or by the rule behind it: devices, captures, host waits, memory."""
+
+import copy
+import json
+import shutil
+import weakref
+
+import pytest
+import torch
+
+import grpo
+import pretend_cuda
+import toy
+import train
+from model import GPT
+from nanorook import monitor, parallel
+from rollout import Batch, generate, microbatches
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with pretend_cuda.on(monkeypatch) as seen:
+        yield seen
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    monkeypatch.setattr(train, "task", toy)
+    train.score.cache_clear()
+    yield lambda **values: [monkeypatch.setattr(train, name, value) for name, value in values.items()]
+    train.score.cache_clear()
+
+
+PROMPTS = [[7] * n for n in range(2, 9)]
+NOISE = torch.rand(14, 15, generator=torch.Generator().manual_seed(3))
+
+
+def sampled(model, device="cuda", prompts=PROMPTS, **options):
+    twin = copy.deepcopy(model).to(device).cast(torch.float32)
+    return generate(twin, prompts, 2, 15, noise=NOISE[: 2 * len(prompts)].to(device), **options).to("cpu")
+
+
+def same(a, b):
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.hit_limit, b.hit_limit)
+    torch.testing.assert_close(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"temperature": 0.9, "top_k": 15, "top_p": 0.9}])
+def test_one_captured_graph_decodes_as_the_cpu_does(gpu, options):
+    model = toy.model()
+    model.config.eos_token_id = -1  # nothing ends early
+    same(sampled(model, **options), sampled(model, "cpu", **options))
+    assert gpu.captures == [14]  # the first of 15 steps loads libraries and is not captured
+    same(sampled(model, graph=False, **options), sampled(model, "cpu", **options))
+    assert gpu.captures == [14]
+
+
+def test_decoding_stops_on_a_gpu_when_all_rows_have_ended(gpu):
+    model = toy.model()
+    same(sampled(model), sampled(model, "cpu"))
+    end = copy.deepcopy(model)
+    end.ln_f.bias.data.mul_(10)
+    same(sampled(end), sampled(end, "cpu"))
+    assert gpu.captures[-1] < 8
+
+
+def test_another_gpu_than_the_current_one_captures_its_own_kernels(gpu):
+    same(sampled(toy.model(), "cuda:1"), sampled(toy.model(), "cpu"))
+
+
+def broken(change):
+    def decode(self, tokens, prompt, cache, t):
+        logits = GPT_DECODE(self, tokens, prompt, cache, t)
+        return change(logits, t)
+
+    return decode
+
+
+GPT_DECODE = GPT.decode
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (lambda logits, t: logits + int(t), pretend_cuda.CaptureError),
+        (lambda logits, t: logits[torch.isfinite(logits).all(1)], pretend_cuda.CaptureError),
+        (lambda logits, t: logits + torch.zeros(257).to("cuda"), pretend_cuda.CaptureError),
+        (lambda logits, t: logits + torch.zeros(257), pretend_cuda.DeviceError),
+    ],
+)
+def test_what_a_capture_or_a_device_forbids_is_noticed(gpu, monkeypatch, change, error):
+    monkeypatch.setattr(GPT, "decode", broken(change))
+    with pytest.raises(error):
+        sampled(toy.model())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
+
+
+def test_a_run_with_checkpoint_resume_and_going_back(gpu, toy_run, monkeypatch, tmp_path):
+    waits, captures, parts = [], [], []
+    update, rollout, cut = train.update, train.rollout, train.microbatches
+
+    def counted_rollout(*args):
+        gpu.captures.clear()
+        results = rollout(*args)
+        captures.append(len(gpu.captures))
+        return results
+
+    def counted_update(*args, **options):
+        gpu.waits.clear()
+        parts.clear()
+        metrics = update(*args, **options)
+        waits.append(len(gpu.waits) - 2 * len(parts))
+        assert all(p.is_cuda for p in args[0].parameters())
+        return metrics
+
+    monkeypatch.setattr(train, "update", counted_update)
+    monkeypatch.setattr(train, "rollout", counted_rollout)
+    monkeypatch.setattr(train, "microbatches", lambda *args: parts.extend(p := cut(*args)) or p)
+    settings = dict(DEVICE="auto", DTYPE="auto", SAVE_EVERY=1, EVAL_EVERY=0, EPOCHS=2, REF_UPDATE_EVERY=2)
+    rows = toy_run(STEPS=2, LR_SCHEDULE="constant", **settings)
+    about = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert about["machine"] == "pretended GPU" and about["dtype"] == "bfloat16"
+    assert abs(rows[0]["kl"]) < 1e-5 and rows[1]["kl"] > 0 and not any(row["skipped"] for row in rows)
+    toy_run(STEPS=4, LR_SCHEDULE="constant", KL_DIVERGENCE_THRESHOLD=1e-12, **settings)
+    assert [row["step"] for row in toy.rows(tmp_path / "out")] == [1, 2, 3, 4]
+    assert captures == [2] * 4  # one for each kind of question
+    assert max(waits) <= 12
+
+
+def test_without_a_reward_weights_on_a_gpu_stay(gpu, toy_run, tmp_path, toy_model):
+    toy_run(DEVICE="cuda", CONTROL=True, KL_COEF=0.0)
+    before, after = (GPT.load(folder).state_dict() for folder in (toy_model, tmp_path / "out" / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def batch_of(groups, G=2, T=9):
+    """Random rows of which each group is a token longer than the one before."""
+    mask = torch.arange(T) < (1 + torch.arange(groups) % T).repeat_interleave(G)[:, None]
+    tokens = torch.randint(256, mask.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~mask, 256)
+    prompts, lengths = torch.full((groups, 5), 65), torch.full((groups,), 5)
+    zeros = torch.zeros(mask.shape)
+    advantages = torch.linspace(-1, 1, len(mask))[:, None].expand_as(zeros)
+    return Batch(prompts, lengths, tokens, mask, zeros, mask.all(1), advantages)
+
+
+def test_an_update_that_runs_out_of_memory_is_tried_with_smaller_microbatches(setting, monkeypatch, capsys):
+    setting(MICROBATCH_TOKENS=4096, EPOCHS=1, LR=1e-3)
+    forward, failed, alive = train.forward, [], []
+
+    def too_large(model, batch):
+        alive.append(sum(tensor() is not None for tensor in failed))
+        out = forward(model, batch)
+        if model.training and len(batch.tokens) > 4:
+            failed.append(weakref.ref(out[0]))
+            raise torch.OutOfMemoryError("injected")
+        return out
+
+    results = []
+    for function in (forward, too_large):
+        model = toy.model()
+        monkeypatch.setattr(train, "forward", function)
+        metrics = train.update(model, None, train.make_optimizer(model), [batch_of(6)], 0.0)
+        results.append((metrics, model.state_dict()))
+    assert len(failed) > 1 and not any(alive)  # nothing of a failed try is kept while the next one runs
+    assert capsys.readouterr().out.count("out of memory") == len(failed)
+    (whole, expected), (metrics, weights) = results
+    assert metrics["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4) and metrics["tokens"] == whole["tokens"]
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], atol=1e-4, rtol=0)
+
+
+def test_a_rollout_that_runs_out_of_memory_is_made_in_halves(setting, monkeypatch):
+    setting(GROUP_SIZE=3, TEMPERATURE=1.0)
+    model, questions, most, sizes = toy.model(), toy.questions(9), [99], []
+
+    def limited(model, prompts, *args):
+        sizes.append(len(prompts))
+        if len(prompts) > most[0]:
+            raise torch.OutOfMemoryError("injected")
+        return generate(model, prompts, *args)
+
+    monkeypatch.setattr(train, "generate", limited)
+    whole = train.rollout(model, questions, 0)
+    most[0] = 2
+    halves = train.rollout(model, questions, 0)
+    texts = [sorted((s.question.prompt, s.text) for _, some in results for s in some) for results in (whole, halves)]
+    assert texts[0] == texts[1] and len(halves) > len(whole) and max(sizes) > 2
+    most[0] = 0
+    with pytest.raises(SystemExit, match="lower GROUP_SIZE"):
+        train.rollout(model, questions, 0)
+
+
+def test_the_loss_works_in_far_larger_chunks_on_a_gpu(gpu):
+    logits = torch.empty(1).expand(512, 64, 50257)  # takes no memory
+    assert len(grpo.chunks(logits)) == 512 and len(grpo.chunks(torch.empty(1).to("cuda").expand(512, 64, 50257))) < 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices, precision, compiling
+
+
+def test_a_reference_in_the_hosts_memory(gpu, setting):
+    """In bf16 two devices round differently, which is no reason to refuse; another reference is."""
+    setting(DEVICE="cuda", REF_DEVICE="cpu", KL_COEF=0.1, COMPILE="0", GROUP_SIZE=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = toy.model().to("cuda").use(dtype)
+        batches = [batch for batch, _ in train.rollout(model, toy.questions(), 0)]
+        reference = train.make_reference(model, "cuda", dtype)
+        assert reference.wte.weight.device.type == "cpu" and model.wte.weight.is_cuda
+        metrics = train.update(model, reference, train.make_optimizer(model), batches, 0.1, first=True)
+        assert metrics["kl"] < 1e-3 and not metrics["skipped"]
+    stranger = train.make_reference(toy.model(seed=1), "cuda", torch.bfloat16)
+    with pytest.raises(SystemExit, match="not the start model"):
+        train.update(model, stranger, train.make_optimizer(model), batches, 0.1, first=True)
+
+
+@pytest.mark.parametrize("name, expected", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
+def test_a_process_works_on_the_gpu_that_is_asked_for(gpu, name, expected):
+    device = parallel.start(train.device_of(name), 1)
+    assert str(device) == expected and torch.cuda.current_device() == device.index
+    assert monitor.peak_memory(device) == 0  # the GPU's, not the host's
+    with pytest.raises(SystemExit, match="there is no cuda:2"):
+        parallel.start("cuda:2", 1)
+
+
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(gpu, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert str(parallel.start("cuda", 4)) == "cuda:1" and torch.cuda.current_device() == 1
+
+
+@pytest.mark.parametrize(
+    "device, programs, dtype_capability, compiled, tokens",
+    [("cuda", ["gcc"], (8, 0), True, 65536), ("cuda", [], (7, 5), False, 65536), ("cpu", ["gcc"], (9, 0), False, 4096)],
+)
+def test_what_is_automatic_follows_the_device(
+    monkeypatch, setting, capsys, device, programs, dtype_capability, compiled, tokens
+):
+    with pretend_cuda.on(monkeypatch, dtype_capability):
+        setting(DEVICE=device, COMPILE="auto", MICROBATCH_TOKENS=0)
+        monkeypatch.setattr(shutil, "which", lambda name: name in programs or None)
+        assert train.compiles(train.device_of(device)) == compiled
+        said = capsys.readouterr().out
+        assert ("apt install gcc" in said) == (device == "cuda" and not programs)
+        assert train.microbatch_tokens(toy.model().to(device)) == tokens
+        if device == "cuda":  # cards before Ampere only emulate bf16
+            fastest = torch.bfloat16 if dtype_capability >= (8, 0) else torch.float32
+            assert monitor.fastest_dtype(torch.device("cuda:0")) == fastest
+
+
+@pytest.mark.parametrize("groups, most, sizes", [(9, 80, [5, 2, 2]), (4, 33, [2, 2]), (4, 25, [2, 1, 1])])
+def test_no_cut_leaves_one_group_behind_where_two_fit(groups, most, sizes):
+    """torch.compile makes graphs of its own for a dimension of one, and has a limit for their number."""
+    assert [len(part.prompts) for part in microbatches(batch_of(groups), most)] == sizes
