@@ -47,14 +47,15 @@ def credit(answers, ends, tokens):
 def advantages(values, group_size, scale="none", deviation=None):
     """Values (N, K) of the pieces of N rewards against the mean of their group -> advantages (N, K).
 
-    scale="group" divides by the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); "none"
-    does not, as that favours prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO);
-    "batch" divides by `deviation`, that of all rewards of the step.
+    scale="group" divides by the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath), or by the
+    root of the pieces' summed variances, as pieces may cancel out where they differ; "none" does not, as that favours
+    prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO); "batch" divides by `deviation`,
+    that of all rewards of the step.
     """
     groups = values.view(-1, group_size, values.shape[1])  # (B, G, K)
     result = groups - groups.mean(1, keepdim=True)
     if scale == "group":
-        result = result / (groups.sum(2).std(1)[:, None, None] + 1e-4)
+        result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
     elif scale == "batch":
         result = result / (deviation + 1e-4)
     return result.masked_fill(constant(groups)[:, None], 0).flatten(0, 1)
