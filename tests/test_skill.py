@@ -2,14 +2,14 @@
 
 import numpy
 import pytest
-import torch
-
-import data
 import skill
 import tasks
+import torch
+from tokenizer import Tokenizer
+
+import data
 from rewards import grade
 from rollout import Rollout
-from tokenizer import Tokenizer
 
 
 def test_intervals_are_the_usual_ones():
