@@ -325,16 +325,6 @@ def play(engine, board, limit, game=None):
     board.push(result.move)
 
 
-def test_analysis_goes_on_until_it_is_stopped(engine):
-    board = chess.Board("r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3")
-    with engine.analysis(board) as analysis:
-        for info in analysis:
-            if info.get("depth") == 2 and info.get("multipv") == 1:
-                break
-        analysis.stop()
-        assert board.is_legal(analysis.wait().move)
-
-
 def test_it_plays_itself(engine):
     board = chess.Board()
     for limit in Limit(white_clock=60, black_clock=60), Limit(nodes=1), Limit(depth=1), *[Limit(time=0.001)] * 9:
