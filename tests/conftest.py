@@ -12,7 +12,7 @@ import torch
 
 import toy
 from model import GPT, GPTConfig
-from nanorook import settings, stockfish
+from nanorook import stockfish
 from nanorook.tokenizer import Tokenizer
 
 PACKAGES = {"stockfish": "stockfish", "chromium": "chromium", "g++": "g++"}  # program -> Debian package
@@ -85,11 +85,9 @@ def toy_model(tmp_path_factory):
 
 
 @pytest.fixture
-def toy_run(monkeypatch, tmp_path, toy_model):
+def toy_run(tmp_path, toy_model):
     """toy_run("out", STEPS=3) is train.main() in this process, with the task of toy.py; the rows of its metrics."""
-    known = dict(settings.SETTINGS)
-    yield lambda out="out", **changes: toy.run(monkeypatch.setattr, tmp_path / out, **{"MODEL": toy_model, **changes})
-    settings.SETTINGS.update(known)
+    return lambda out="out", **changes: toy.run(tmp_path / out, **{"MODEL": toy_model, **changes})
 
 
 @pytest.fixture(autouse=True)

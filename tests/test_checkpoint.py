@@ -210,8 +210,7 @@ def all_of(out):
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory, toy_model):
     out = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        toy.run(patch.setattr, out, MODEL=toy_model, **RUN)
+    toy.run(out, MODEL=toy_model, **RUN)
     return all_of(out)
 
 

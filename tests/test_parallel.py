@@ -32,7 +32,7 @@ def run(patch, out, name, model):
         patch(train, "generate", short_of_memory(train.generate, lambda args: args[1]))
     if name == "no memory for updates" and parallel.rank() == 1:
         patch(train, "forward", short_of_memory(train.forward, lambda args: args[1].prompts))
-    return toy.run(patch, Path(out, name), MODEL=model, LR=0.1, **RUNS[name])
+    return toy.run(Path(out, name), MODEL=model, LR=0.1, **RUNS[name])
 
 
 def short_of_memory(function, prompts):
@@ -117,9 +117,7 @@ def test_a_process_that_dies_ends_the_run_and_another_number_of_them_goes_on(tmp
 
 @pytest.mark.slow
 def test_torchrun_on_two_machines(tmp_path, toy_model, toy_run):
-    node = (
-        "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port 29517 --node-rank"
-    )
+    node = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port 29517"
     nodes = [start(tmp_path / "two", toy_model, (*node.split(), "--node-rank", str(i))) for i in range(2)]
     results = [process.communicate(timeout=240) for process in nodes]
     assert all(process.returncode == 0 for process in nodes), results[0][1][-2000:]

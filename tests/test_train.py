@@ -1,94 +1,387 @@
-"""train.py as a user runs it: a short run leaves all it promises, and what cannot work is refused in one sentence."""
+"""train.py: what a run leaves, how it goes on, and what it refuses."""
 
+import gc
+import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from model import GPT, GPTConfig
-from tokenizer import Tokenizer
+import grpo
+import toy
+import train
+from model import GPT
+from nanorook import checkpoint, monitor, parallel
+from nanorook.tokenizer import LoadError
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"BATCH_POSITIONS": "4", "GROUP_SIZE": "4", "MIX_ENV_RATIO": "0.5", "EVAL_POSITIONS": "4", "STEPS": "2"}
+HEALTHY = dict(broken=False, skipped=0, kl=0, hit_limit=0, reward_max=1, frac_zero_std=0, grad_norm=1, reward=0.5)
+HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0, structure=1.0)
 
 
-def train(out, **settings):
-    env = {**os.environ, **SMALL, "OUT_DIR": str(out), "DTYPE": "float32", **settings}
-    return subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+def user_runs(*arguments, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    out = tmp_path_factory.mktemp("run") / "out"
-    result = train(out, EPOCHS="2", SAVE_EVERY="1", KEEP_CHECKPOINTS="1")
+def chess_run(tmp_path_factory):
+    """A run of the embedded model, with settings from the arguments and the environment, on few of its positions."""
+    out, data = tmp_path_factory.mktemp("chess") / "out", tmp_path_factory.mktemp("data") / "positions.txt"
+    data.write_bytes(b"".join(gzip.open(ROOT / "data" / "positions.txt.gz").readlines()[:400]))
+    arguments = "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2"
+    result = user_runs(*arguments.split(), f"DATA={data}", OUT_DIR=str(out), SAVE_EVERY="1", MODELS="/srv/models")
     assert result.returncode == 0, result.stderr
     return out, result
 
 
-def test_a_short_run_leaves_what_it_promises(short_run):
-    out, result = short_run
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [folder.name for folder in out.glob("step-*")] == ["step-000002"]
-    assert torch.load(out / "step-000002" / "trainer.pt", weights_only=True)["step"] == 2
-    trained, start = GPT.load(out / "model"), GPT.load(ROOT / "weights" / "tiny")
-    assert any(not torch.equal(a, b) for a, b in zip(trained.state_dict().values(), start.state_dict().values()))
-    tokens = torch.arange(100)[None]
-    hf = AutoModelForCausalLM.from_pretrained(out / "model")
-    torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
-    skill = json.loads((out / "skill.json").read_text())
-    assert set(skill) == {"before", "after"} and "policy legal T=0" in skill["before"]
+def test_a_run_leaves_what_it_promises(chess_run):
+    out, result = chess_run
+    assert [row["step"] for row in toy.rows(out)] == [1, 2]
+    assert "<html" in (out / "report.html").read_text().lower()
+    assert [folder.name for folder in checkpoint.folders(out)] == ["step-000002", "step-000001"]
+    assert {"policy reward T=0", "environment reward T=1"} <= {*json.loads((out / "skill.json").read_text())["after"]}
+    assert json.loads((out / "settings.json").read_text())["SAVE_EVERY"] == 1
+    assert {"command", "commit", "machine", "dtype"} <= {*json.loads((out / "run.json").read_text())}
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in samples} == {0, 2}
+    assert {"kind", "prompt", "truth", "completion", "reward", "pieces", "metrics"} <= {*samples[0]}
     assert "step 2/2 reward" in result.stdout and "● " in result.stdout
+    assert "warning: the environment has MODELS" in result.stderr  # another program's: no error
 
 
-def test_the_feed_forward_layers_and_the_norms_gains_learn(short_run):
-    """Four updates of Adam, of about a rate each: two at LR / 5, two at 2 LR / 5 in the warm-up; gains at 72 times, the
-    last norm's at 1200 times."""
-    trained, start = (GPT.load(folder).state_dict() for folder in (short_run[0] / "model", ROOT / "weights" / "tiny"))
-    for name, weights in trained.items():
-        moved = (weights - start[name]).abs().max().item() / (1.2 * 1e-4)
-        gains = {"ln_1.weight": 72, "ln_2.weight": 72, "ln_f.weight": 1200}
-        rate = next((rate for norm, rate in gains.items() if name.endswith(norm)), ".mlp." in name)
-        assert 0.5 * rate <= moved <= 1.2 * rate, name
+def test_transformers_opens_the_trained_model_and_all_its_weights_have_learnt(chess_run):
+    from transformers import AutoModelForCausalLM
+
+    trained, start = GPT.load(chess_run[0] / "model"), GPT.load(ROOT / "weights" / "tiny")
+    for name, weight in trained.state_dict().items():
+        assert not torch.equal(weight, start.state_dict()[name]), name
+    tokens = torch.arange(100)[None]
+    hf = AutoModelForCausalLM.from_pretrained(chess_run[0] / "model")
+    torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
 
 
-def test_the_first_step_starts_from_the_reference(short_run):
-    rows = [json.loads(line) for line in (short_run[0] / "metrics.jsonl").read_text().splitlines()]
-    assert abs(rows[0]["kl"]) < 1e-7 < abs(rows[1]["kl"])  # before any update KL is 0, after one it is not
-    assert all(row["logprob_gap"] < 1e-4 for row in rows)  # sampling and training are one distribution
-    assert all(row["skipped"] == 0 and row["grad_norm"] > 0 for row in rows)
+def test_the_first_step_starts_at_the_reference(chess_run):
+    first, second = toy.rows(chess_run[0])
+    assert abs(first["kl"]) < 1e-7 < second["kl"]  # before any update KL is 0, after one it is not
+    assert first["ratio_min"] == first["ratio_max"] == 1
+    assert all(row["logprob_gap"] < 1e-4 and row["skipped"] == 0 and row["grad_norm"] > 0 for row in (first, second))
 
 
-def test_random_weights_are_refused_with_words(tmp_path):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(257, 384, 32, 1, 2, eos_token_id=256, chess_format="expanded"))
-    model.tokenizer = Tokenizer.of_bytes()
-    model.save(tmp_path / "random")
-    result = train(tmp_path / "out", MODEL=str(tmp_path / "random"))
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert (
-        result.stderr.strip().splitlines()[-1].startswith("error: only 0% of the first completions have the structure")
-    )
+def test_an_error_is_one_sentence(tmp_path):
+    result = user_runs("MODEL=nowhere", OUT_DIR=str(tmp_path))
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: nowhere") and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "changes, error, message",
     [
-        ({"MODEL": "nowhere"}, "nowhere"),
-        ({"DATA": "nowhere.pgn"}, "nowhere.pgn"),
-        ({"KL_TARGET": "0.1", "KL_COEF": "0"}, "KL_TARGET"),
-        ({"GROUP_SIZE": "1"}, "GROUP_SIZE=1 is out of range"),
-        ({"STEP": "5"}, "did you mean STEPS?"),
+        ({"MODEL": "nowhere"}, LoadError, "nowhere"),
+        ({"BATCH_POSITIONS": 101}, SystemExit, "100 items to train on, fewer than BATCH_POSITIONS=101"),
     ],
 )
-def test_impossible_settings_are_refused_in_one_sentence(tmp_path, settings, said):
-    result = train(tmp_path / "out", **settings)
-    assert result.returncode == 1 and said in result.stderr
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+def test_what_cannot_be_done_is_refused(changes, error, message, toy_run):
+    with pytest.raises(error, match=message):
+        toy_run(**changes)
+
+
+def test_a_model_too_short_for_its_prompts_is_refused(monkeypatch):
+    model = toy.model()
+    model.config.n_positions = 5
+    monkeypatch.setattr(train, "task", toy)
+    with pytest.raises(SystemExit, match="the model's 5 positions leave no room"):
+        train.sample(model, toy.questions(), 2, 1.0, torch.rand(4, 2, 9))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on
+
+
+def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run):
+    rows = toy_run("a")
+    assert toy_run("b") == rows != toy_run("c", SEED=1)
+    gc.collect()
+    with pytest.raises(SystemExit, match="started with SEED=1; use that again, or start over with FRESH=1"):
+        toy_run("c", SEED=2)
+    gc.collect()
+    assert toy_run("c", SEED=0, FRESH=True) == rows
+
+
+def test_todays_settings_count(toy_run, tmp_path, capsys):
+    toy_run(STEPS=1, LR=1e-3, LR_SCHEDULE="constant")
+    row = toy_run(STEPS=2, LR=1e-2, KL_COEF=0.2, GROUP_SIZE=3, LR_SCHEDULE="constant")[1]
+    assert row["kl_coef"] == 0.2 and row["lr"] == 1e-2
+    printed = capsys.readouterr().out
+    assert "KL_COEF was 0.01 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
+    state = torch.load(tmp_path / "out" / "latest" / "trainer.pt", weights_only=True)
+    assert state["settings"]["KL_COEF"] == 0.2 and state["optimizer"]["param_groups"][0]["lr"] == 1e-2
+
+
+def test_a_reference_that_has_moved_is_kept_or_left_out(toy_run):
+    changes = dict(REF_UPDATE_EVERY=2, STEPS=3, LR=0.01, LR_SCHEDULE="constant")
+    kl = [row["kl"] for row in toy_run(**changes)]
+    assert kl[0] < 1e-6 < kl[1] and kl[2] < 1e-6  # the policy has become the reference after step 2
+    whole = toy_run("whole", **changes | {"STEPS": 4})
+    assert toy_run(**changes | {"STEPS": 4}) == whole
+    assert "kl" not in toy_run(**changes | {"STEPS": 5, "KL_COEF": 0.0})[4]
+    assert toy_run(**changes | {"STEPS": 6})[5]["kl"] > 1e-6
+
+
+def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_run, monkeypatch, tmp_path):
+    scores = {0: 0.0, 2: 0.9, 4: 0.5, 6: 0.1, 8: 0.1, 9: 0.2}
+    figures = lambda model, exam, file, step: {f"kind reward T={t}": (scores[step], 0.0) for t in (0, 1)}  # noqa: E731
+    monkeypatch.setattr(train, "evaluate", figures)
+    toy_run(STEPS=9, EVAL_EVERY=2, SAVE_EVERY=3)
+    assert [folder.name for folder in checkpoint.folders(tmp_path / "out")] == [f"step-{n:06d}" for n in (9, 8, 2)]
+
+
+def test_the_dtype_is_decided_once_by_the_first_process(toy_run, monkeypatch, tmp_path):
+    def about(out):
+        return json.loads((tmp_path / out / "run.json").read_text())["dtype"]
+
+    monkeypatch.setattr(monitor, "fastest_dtype", lambda device: torch.bfloat16)
+    toy_run(DTYPE="auto", STEPS=1)
+    monkeypatch.setattr(monitor, "fastest_dtype", lambda device: torch.float32)
+    toy_run(DTYPE="auto", STEPS=2)
+    assert about("out") == "bfloat16"  # as at the start of the run, although another one is faster now
+    monkeypatch.setattr(parallel, "from_lead", lambda value: "bfloat16" if value == "float32" else value)
+    toy_run("other", DTYPE="auto", STEPS=1)
+    assert about("other") == "bfloat16"
+
+
+def test_only_processes_that_were_asked_for_have_to_share_the_prompts(toy_run, monkeypatch):
+    assert toy_run(BATCH_POSITIONS=3, STEPS=1)[0]["tokens"] > 0
+    monkeypatch.setattr(parallel, "world", lambda: 2)
+    monkeypatch.setattr(parallel, "start", lambda device, processes: device)
+    with pytest.raises(SystemExit, match="BATCH_POSITIONS=3 cannot be divided among 2 processes; set NPROC=1"):
+        toy_run("two", BATCH_POSITIONS=3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """A function that makes one step of the toy task: rollout, and an update by SGD; (metrics, weights after it)."""
+    for name, value in toy.SETTINGS.items():
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(train, "task", toy)
+    monkeypatch.setattr(train, "BATCH_POSITIONS", 8)
+
+    def make(change=lambda batch: batch, reference=None, kl_coef=0.0):
+        model = toy.model()
+        batches = [change(batch) for batch, _ in train.rollout(model, toy.questions(8), 0)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return train.update(model, reference, optimizer, batches, kl_coef), model.state_dict()
+
+    return make
+
+
+def assert_same(one, other):
+    (metrics, weights), (other_metrics, other_weights) = one, other
+    assert metrics == pytest.approx(other_metrics, rel=1e-4, abs=1e-6)
+    for name in weights:
+        torch.testing.assert_close(weights[name], other_weights[name], atol=1e-5, rtol=0)
+
+
+def test_microbatches_change_nothing_and_are_of_the_size_asked_for(step, monkeypatch):
+    sizes, forward = [], train.forward
+    whole = step()
+    monkeypatch.setattr(
+        train, "forward", lambda model, batch: sizes.append(batch.tokens.numel()) or forward(model, batch)
+    )
+    monkeypatch.setattr(train, "MICROBATCH_TOKENS", 100)
+    assert_same(step(), whole)
+    assert len(sizes) > 2 and max(sizes) <= 100
+
+
+@pytest.mark.parametrize("what", ["generate", "forward"])
+def test_out_of_memory_takes_smaller_parts(step, monkeypatch, what, capsys):
+    function, whole = getattr(train, what), step()
+
+    def short(model, batch, *args):
+        if len(batch if what == "generate" else batch.prompts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(model, batch, *args)
+
+    monkeypatch.setattr(train, what, short)
+    assert_same(step(), whole)
+    assert what == "generate" or "out of memory; once more with MICROBATCH_TOKENS=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["generate", "forward"])
+def test_memory_for_no_single_question_is_said(step, monkeypatch, what):
+    def never(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, what, never)
+    with pytest.raises(SystemExit, match="single question: lower GROUP_SIZE or MAX_NEW_TOKENS"):
+        step()
+
+
+def test_what_a_failed_try_has_added_to_the_gradient_is_taken_away(step, monkeypatch):
+    """Out of memory in the second microbatch, after the first one's backward."""
+    forward, calls = train.forward, []
+    monkeypatch.setattr(train, "MICROBATCH_TOKENS", 150)
+    whole = step()
+
+    def short(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args)
+
+    monkeypatch.setattr(train, "forward", short)
+    assert_same(step(), whole)
+
+
+def test_the_reference_is_asked_on_its_own_device(monkeypatch):
+    asked, reference = [], toy.model().to("meta")
+    batch = train.generate(toy.model(), [[1, 2]], 2, 3)
+    monkeypatch.setattr(train, "forward", lambda model, b: asked.append(b) or (torch.ones(2, 3), None))
+    assert train.reference_logprobs(reference, batch).device.type == "cpu"
+    assert asked[0].prompts.device.type == asked[0].tokens.device.type == "meta"
+
+
+def test_the_samples_of_a_step_do_not_depend_on_the_number_of_processes(step, monkeypatch):
+    def texts(world):
+        samples = []
+        for rank in range(world):
+            monkeypatch.setattr(parallel, "world", lambda: world)
+            monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(parallel, "gather", lambda items: items)
+            samples += [s for _, some in train.rollout(toy.model(), toy.questions(8), 0) for s in some]
+        return sorted((s.question.prompt, s.text) for s in samples)
+
+    assert len(texts(1)) == 32 and texts(1) == texts(2) == texts(4)
+
+
+def test_without_a_reward_all_advantages_are_zero(step, monkeypatch):
+    monkeypatch.setattr(train, "CONTROL", True)
+    assert not any(batch.advantages.any() for batch, _ in train.rollout(toy.model(), toy.questions(), 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured
+
+
+def test_evaluation_is_the_mean_of_the_grades(step, tmp_path):
+    model, questions = toy.model(), toy.questions(40)
+    figures = train.evaluate(model, questions, tmp_path / "samples.jsonl", 7)
+    noise = torch.rand(40, 1, 9, generator=torch.Generator().manual_seed(0))
+    samples = [s for _, some in train.sample(model, questions, 1, 1.0, noise) for s in some]
+    for kind in toy.LIMITS:
+        grades = [s.grade for s in samples if s.question.kind == kind]
+        assert figures[f"{kind} reward T=1"] == pytest.approx(monitor.interval([g.reward for g in grades]))
+        assert figures[f"{kind} characters T=1"][0] == pytest.approx(
+            numpy.mean([g.metrics["characters"] for g in grades])
+        )
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {7} and {row["kind"] for row in rows} == {*toy.LIMITS}
+    assert len(monitor.table({"before": figures, "after": figures}).splitlines()) == 1 + len(figures)
+
+
+def test_metrics_are_means_over_the_answers_of_a_kind():
+    questions, texts = [*[toy.Question("a", "", 0)] * 2, toy.Question("b", "", 0)], ["00", "1", "0"]
+    samples = [train.Sample(q, t, [], t == "1", toy.grade(q, t)) for q, t in zip(questions, texts)]
+    metrics = monitor.by_kind(samples)
+    assert metrics["a/characters"] == 1.5 and metrics["b/characters"] == 1
+    assert metrics["a/earned/even"] == pytest.approx(1 / 9) and metrics["a/earned/first"] == pytest.approx(1 / 32)
+    assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
+
+
+def test_intervals_are_the_usual_ones():
+    values = [0.0, 1.0, 1.0, 0.0, 0.25, 1.0]
+    mean, half = monitor.interval(values)
+    assert mean == pytest.approx(numpy.mean(values))
+    assert half == pytest.approx(1.96 * numpy.std(values, ddof=1) / numpy.sqrt(len(values)))
+    assert monitor.interval([1.0]) == (1.0, 0.0) and monitor.interval(values, [1] * 6) == monitor.interval(values)
+
+
+def test_the_interval_of_a_ratio_holds_what_it_says():
+    """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
+    rng, held = numpy.random.default_rng(0), 0
+    for _ in range(400):
+        moves = rng.integers(1, 60, 80)
+        illegal = rng.binomial(moves, 0.1)
+        share, half = monitor.interval(illegal.tolist(), moves.tolist())
+        assert share == pytest.approx(illegal.sum() / moves.sum())
+        held += abs(share - 0.1) <= half
+    assert 360 <= held <= 395
+
+
+@pytest.mark.parametrize(
+    "change, state, advice",
+    [
+        ({}, "green", ""),
+        ({"broken": True}, "red", "lower LR"),
+        ({"skipped": 1}, "red", "skipped: lower LR"),
+        ({"kl": 1.5}, "red", "far from the reference"),
+        ({"hit_limit": 0.9, "structure": 0.0}, "red", "raise MAX_NEW_TOKENS"),
+        ({"structure": 0.1}, "red", "malformed"),
+        ({"reward_max": -0.1}, "red", "every reward is negative"),
+        ({"frac_zero_std": 0.6}, "yellow", "raise TEMPERATURE or GROUP_SIZE"),
+        ({"grad_norm": 11}, "yellow", "far above the clip"),
+        ({"clip_low": 0.2, "clip_high": 0.2}, "yellow", "the clip stops much of the update"),
+        ({"hit_limit": 0.3}, "yellow", "hit their limit"),
+        ({"structure": 0.5}, "yellow", "form first"),
+        ({"logprob_gap": 0.1}, "yellow", "DTYPE=float32"),
+        ({"reward": 0.1}, "yellow", "the reward falls"),
+    ],
+)
+def test_a_step_is_diagnosed(change, state, advice):
+    past = [HEALTHY] * 20 + [HEALTHY | change] * 20
+    found = monitor.diagnose(HEALTHY | change, past, kl_threshold=1.0, max_grad_norm=1.0)
+    assert found[0] == state and advice in found[1]
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+def test_metrics_go_to_other_logs_or_the_missing_package_is_named(kind, monkeypatch, tmp_path):
+    logged = []
+
+    class Fake:
+        SummaryWriter = staticmethod(lambda folder: Fake)
+        add_scalar = staticmethod(lambda name, value, step: logged.append((name, value, step)))
+
+        @staticmethod
+        def init(**about):
+            assert about["name"] == "my run"
+            return Fake
+
+        @staticmethod
+        def log(metrics, step):
+            logged.extend((name, value, step) for name, value in metrics.items())
+
+    package = "wandb" if kind == "wandb" else "torch.utils.tensorboard"
+    monkeypatch.setitem(sys.modules, package, Fake)
+    _, write = monitor.open_log(tmp_path, -1, {}, kind, "my run")
+    write({"step": 3, "reward": 0.5, "state": "green"})
+    assert logged == [("step", 3, 3), ("reward", 0.5, 3)]
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=f"pip install {kind}"):
+        monitor.reporter(kind, "", tmp_path)
+
+
+def test_questions_are_the_same_in_every_step_of_an_overfit_run(toy_run, monkeypatch):
+    asked, ask = [], toy.ask
+    monkeypatch.setattr(toy, "ask", lambda *args: asked.append(ask(*args)) or asked[-1])
+    toy_run("a", OVERFIT=True)
+    toy_run("b")
+    assert asked[1] == asked[2] == asked[4] != asked[5] and asked[0] == asked[3]
+    assert asked[1] == ask(toy.load("", None)[0], 4, random.Random("0/0"), None)
+
+
+def test_schedule_and_warmup_reach_the_optimizer(toy_run):
+    rows = toy_run(STEPS=4, WARMUP_STEPS=2, LR_SCHEDULE="linear", KL_WARMUP_STEPS=2, KL_WARMUP_FACTOR=0.5, LR=1e-3)
+    assert [row["lr"] for row in rows] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.5e-3])
+    assert [row["kl_coef"] for row in rows] == pytest.approx([0.005, 0.0075, 0.01, 0.01])
+    assert grpo.schedule(3, 4, 2, "linear") == 0.5

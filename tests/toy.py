@@ -71,18 +71,19 @@ def questions(count=4, seed=0):
     return ask(load("", None)[0], count, random.Random(seed), None)
 
 
-def run(patch, out, **changes):
-    """train.main() in this process, after patch(module, name, value) has set it up; its rows() without the clock."""
+def run(out, **changes):
+    """train.main() in this process, with these settings; its rows() without the clock."""
     import train
     from nanorook.settings import SETTINGS as known
 
-    for name, value in {**SETTINGS, "OUT_DIR": str(out), **changes}.items():
-        patch(train, name, value)
-        known[name] = (*known[name][:2], value)
-    patch(train, "task", sys.modules[__name__])
-    patch(train, "finish_run", lambda model, out: model.save(out / "model"))
-    patch(sys, "argv", ["train.py"])
-    train.main()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SETTINGS, "OUT_DIR": str(out), **changes}.items():
+            patch.setattr(train, name, value)
+            patch.setitem(known, name, (*known[name][:2], value))
+        patch.setattr(train, "task", sys.modules[__name__])
+        patch.setattr(train, "finish_run", lambda model, out: model.save(out / "model"))
+        patch.setattr(sys, "argv", ["train.py"])
+        train.main()
     return rows(out)
 
 
