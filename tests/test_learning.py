@@ -1,0 +1,103 @@
+"""The loop learns, and what it learns is what the reward pays for (invariants 11 and 12), on examples/letters.py."""
+
+import random
+import types
+
+import pytest
+import torch
+
+import grpo
+import train
+from examples import letters
+from model import GPT
+from rollout import generate, read
+
+
+@pytest.fixture(scope="module", autouse=True)
+def start(tmp_path_factory):
+    """The start model, made afresh: the one in runs/ may be of another day."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(letters, "START", tmp_path_factory.mktemp("letters") / "start")
+        yield GPT.load(letters.start_model())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """60 steps of train.main() in this process, with other settings or another task -> the trained model."""
+
+    def run(task=letters, **settings):
+        settings = letters.DEFAULTS | {"STEPS": 60, "EVAL_POSITIONS": 16, "OUT_DIR": str(tmp_path)} | settings
+        for name, value in {**settings, "TASK": "examples/letters.py", "task": task}.items():
+            monkeypatch.setattr(train, name, value)
+        monkeypatch.setattr("sys.argv", ["train.py"])
+        monkeypatch.setattr(train.checkpoint, "catch_signals", list)
+        train.main()
+        return GPT.load(tmp_path / "model")
+
+    return run
+
+
+def share(model, right, temperature=0.0):
+    """Of 400 held-out questions, how many are answered with the letter that `right` (max, min) picks of the five."""
+    questions = letters.ask(letters.load("", model.config)[1], 400, random.Random(0), model.config)
+    noise = torch.rand(400, 4, generator=torch.Generator().manual_seed(0))
+    batch = generate(model, [model.tokenizer.encode(q.prompt) for q in questions], 1, 4, temperature, noise=noise)
+    answers = [read(model.tokenizer, ids)[0] for ids in batch.tokens.tolist()]
+    return sum(answer == f" {right(question.truth)}" for answer, question in zip(answers, questions)) / 400
+
+
+def test_the_start_model_knows_the_form_and_not_the_alphabet(start):
+    for place in range(5):  # an even choice is a fifth each
+        assert 0.12 < share(start, lambda letters, place=place: sorted(letters)[place], temperature=1.0) < 0.28
+
+
+def test_training_and_held_out_questions_are_of_other_letters():
+    items, held_out = letters.load("", None)
+    assert not set(items) & set(held_out) and len(items) + len(held_out) == 65780
+
+
+def test_a_better_letter_never_earns_less():
+    question = letters.Question("letters", "k f q b t =", "tqkfb")
+    rewards = [letters.grade(question, text).reward for text in (" t", " q", " k", " f", " b", " z", "t")]
+    assert rewards == sorted(rewards, reverse=True) and rewards[0] == 1 and rewards[-1] == 0
+    assert rewards[5] == pytest.approx(0.1) == rewards[4]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loop_learns(run, seed):
+    assert share(run(SEED=seed), max) > 0.9
+
+
+@pytest.mark.parametrize("settings", [{}, {"KL_COEF": 0.05}, {"EPOCHS": 2, "CREDIT": "answer"}])
+def test_without_advantages_no_weight_moves(run, start, settings):
+    trained = run(CONTROL=True, STEPS=8, **settings).state_dict()
+    assert all(torch.equal(weights, trained[name]) for name, weights in start.state_dict().items())
+
+
+def test_paid_for_the_first_letter_it_learns_the_first(run):
+    def ask(*args):
+        return [question._replace(truth=question.truth[::-1]) for question in letters.ask(*args)]
+
+    model = run(types.SimpleNamespace(**{**vars(letters), "ask": ask}))
+    assert share(model, min) > 0.9 and share(model, max) < 0.05
+
+
+def test_with_shuffled_advantages_it_does_not_learn(run, monkeypatch):
+    honest, generator = grpo.token_advantages, torch.Generator().manual_seed(0)
+
+    def shuffled(*args):
+        advantages = honest(*args)
+        return advantages[torch.randperm(len(advantages), generator=generator)]
+
+    monkeypatch.setattr(grpo, "token_advantages", shuffled)
+    assert share(run(), max) < 0.5
+
+
+def test_with_the_letter_masked_out_it_does_not_learn(run, monkeypatch):
+    def masked(*args):
+        batch = generate(*args)
+        batch.completion_mask[:, 1] = False
+        return batch
+
+    monkeypatch.setattr(train, "generate", masked)
+    assert share(run(), max) < 0.5
