@@ -225,6 +225,16 @@ def test_a_reference_in_the_hosts_memory(gpu, setting):
         train.update(model, stranger, train.make_optimizer(model), batches, 0.1, first=True)
 
 
+def test_the_bound_of_the_first_kl_is_that_of_the_precision():
+    """Seen with GPT-2's kernels on two devices in bf16: 4e-5."""
+    stats = {"gap": torch.tensor(0.0), "kl": torch.tensor(4e-3), "tokens": torch.tensor(100.0)}
+    train.check_start(stats, torch.bfloat16)
+    with pytest.raises(SystemExit, match="not the start model"):
+        train.check_start(stats, torch.float32)
+    with pytest.raises(SystemExit, match="not the start model"):
+        train.check_start({**stats, "kl": torch.tensor(1.0)}, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name, expected", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
 def test_a_process_works_on_the_gpu_that_is_asked_for(gpu, name, expected):
     device = parallel.start(train.device_of(name), 1)

@@ -1,44 +1,37 @@
-"""Speed: how long a rollout and a whole step take, against this machine's own limit and against Hugging Face.
+"""Speed: seconds of a rollout and of a whole step, beside this machine's own limit, transformers and TRL.
 
-python -m tools.bench [rollout|step|run|growth|all|W1|W2|W3|W4] [--json OUT] [--runs 5]
-W1 to W4 have random weights and fixed seeds, and nothing ends early, so every run does the same work. In each round the
-limit, the project and the others take turns; a ratio is the median of the rounds' ratios. On CPU they also work in two
-processes with half of the threads each, as ./train.sh does. `run` is the default run by phase, `growth` what more
-completions, prompts and tokens cost. What the limit counts: tools/limits.py.
+python -m tools.bench [W1 W2 W3 W4] [--runs 5] [--only nanorook] [--json FILE]
+
+Weights are random and nothing ends early, so every run does the same work. In each round nanorook, the limit and the
+others take turns, and a ratio is the median of the rounds' ratios, so that a machine whose speed changes does not
+favour one of them. `--only nanorook` prints its seconds alone.
 """
 
 import argparse
-import copy
-import functools
 import json
+import logging
 import random
+import tempfile
 import time
-from collections import Counter
-from contextlib import ExitStack, contextmanager
+import warnings
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
-import data
-import parallel
-import rollout
-import skill
-import tasks
+import grpo
+import rewards
 import train
-from machine import fastest_dtype, prepare
 from model import GPT, GPTConfig
-from monitor import describe, peak_memory
-from tokenizer import Tokenizer
-from tools import limits, peers, replace
-from tools.team import Team
+from nanorook import positions
+from nanorook.monitor import describe, fastest_dtype, peak_memory
+from nanorook.settings import refuse
+from nanorook.tokenizer import Tokenizer
+from rollout import capture, generate, read
 
-CUDA = train.DEVICE == "cuda"
-DTYPES = {"bfloat16": torch.bfloat16} if CUDA else {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PROCESSES, WARM_UP = 1 if CUDA else 2, 2  # of the rows `, 2 processes`; runs that do not count
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
+WARM_UP = 2  # runs that do not count
 
 
 class Workload(NamedTuple):
@@ -50,330 +43,424 @@ class Workload(NamedTuple):
     kl: float | None = None  # KL_COEF of a whole step, above 0 with a reference; None is a rollout alone
 
 
-WORKLOADS = {
-    "W1": Workload("rollout, 6 layers x 256", SMALL, 32, 8, 72),
-    "W2": Workload("rollout, GPT-2 124M", GPT2, 64 if CUDA else 4, 8, 64),
-    "W3": Workload("whole step, 6 layers x 256", SMALL, 16, 8, 72, 0.0),
-    "W4": Workload("whole step with reference, GPT-2 124M", GPT2, 64 if CUDA else 2, 8, 64, 0.02),
-}
-if CUDA:  # where the small model has too little to do
-    del WORKLOADS["W1"], WORKLOADS["W3"]
-GROWS = Workload("growth", GPT2 if CUDA else SMALL, 8, 8, 72, 0.0)  # and from there, one at a time:
-GROWTH = {"group": (4, 8, 16, 32), "prompts": (4, 8, 16, 32), "new": (18, 36, 72, 144)}
-
-# Phases: whose function, its name, the phase that its time goes to, the phase that it is part of
-ROLLOUT_PHASES = [(rollout, "generate", "decoding", "rest"), (GPT, "prefill", "prefill", "decoding")]
-STEP_PHASES = [
-    (GPT, "cast", "casting", "rest"),
-    (skill, "generate", "sampling", "rest"),
-    (skill, "grade", "grading", "rest"),
-    (train, "credit", "credit", "rest"),
-    (train, "forward", "forward", "rest"),
-    (train, "refer", "reference", "rest"),
-    (torch.Tensor, "backward", "backward", "rest"),
-    (torch.nn.utils, "clip_grad_norm_", "clipping", "rest"),
-    (torch.optim.AdamW, "step", "optimizer", "rest"),
-]
+def workloads(device):
+    cuda = device.type == "cuda"
+    return {
+        "W1": Workload("rollout, 6 layers x 256", SMALL, 32, 8, 72),
+        "W2": Workload("rollout, GPT-2 124M", GPT2, 64 if cuda else 4, 8, 64),
+        "W3": Workload("whole step, 6 layers x 256", SMALL, 16, 8, 72, 0.0),
+        "W4": Workload("whole step with reference, GPT-2 124M", GPT2, 64 if cuda else 2, 8, 64, 0.02),
+    }
 
 
-def clock():
-    limits.synchronise(train.DEVICE)
+def dtypes(device):
+    return (fastest_dtype(device),) if device.type == "cuda" else (torch.float32, torch.bfloat16)
+
+
+def name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def clock(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The project's side
+# nanorook
 
 
-def positions():
-    """Those whose prompt has 50 to 70 tokens (bytes), in an order that is always the same."""
-    found = data.split(data.load("builtin"))[0]
-    found = [p for p in found if 50 <= len(tasks.policy_prompt(p.fen, "rookworld")) <= 70]
-    return random.Random(0).sample(found, len(found))
+def questions():
+    """Policy questions whose prompts have 50 to 70 bytes, in an order that is always the same."""
+    found = positions.split(positions.load("builtin"))[0]
+    asked = [rewards.policy_question(p, "rookworld") for p in random.Random(0).sample(found, len(found)) if p.moves]
+    return [question for question in asked if 50 <= len(question.prompt) <= 70]
 
 
-def build(w, found):
-    """Random weights, a tokenizer whose end token never comes, and the samples."""
+def build(w, device):
+    """Random weights, and a tokenizer whose end token never comes."""
     torch.manual_seed(0)
-    model = GPT(w.config).to(train.DEVICE)
+    model = GPT(w.config).to(device)
     model.tokenizer = Tokenizer.of_bytes()
-    model.tokenizer.eos = -1
-    return model, [tasks.policy_sample(p, "rookworld") for p in found[: w.prompts]]
+    model.tokenizer.eos = model.config.eos_token_id = -1
+    return model
 
 
-def rollouts(w, model, prompts):
+def sample(w, twin, asked, i):
+    prompts = [twin.tokenizer.encode(question.prompt) for question in asked]
+    device = twin.wte.weight.device
+    noise = torch.rand(len(prompts) * w.group, w.new, generator=torch.Generator().manual_seed(i)).to(device)
+    return generate(twin, prompts, w.group, w.new, noise=noise)
+
+
+def rollouts(w, model, asked):
     """A function of (dtype, number of the run) that samples once: {"rollout": seconds}."""
-    twins = {dtype: model.cast(dtype) for dtype in DTYPES.values()}
+    device = model.wte.weight.device
+    twins = {dtype: model.cast(dtype) for dtype in dtypes(device)}
 
-    def run(dtype, i):
-        chance = torch.Generator(train.DEVICE).manual_seed(i)
-        start = clock()
-        rollout.generate(twins[dtype], prompts, w.group, w.new, eos=-1, generator=chance)
-        return {"rollout": clock() - start}
+    def run(dtype, i, asked=asked):
+        start = clock(device)
+        sample(w, twins[dtype], asked, i)
+        return {"rollout": clock(device) - start}
 
     return run
 
 
-def steps(model, kl, samples=None, random_rewards=True):
-    """A function of (dtype, number of the run) that makes a step as train.main does: seconds of its two halves."""
-    references = {dtype: copy.deepcopy(model).cast(dtype) if kl else None for dtype in DTYPES.values()}
-    optimizer = train.optimizer_for(model)
-    if train.COMPILE:
-        for each in filter(None, (model, *references.values())):
-            each.score = torch.compile(each.score, dynamic=True)
+def steps(w, model, asked):
+    """A function of (dtype, number of the run) that makes a step as train.py does: the seconds of its two halves."""
+    device = model.wte.weight.device
+    references = {dtype: train.make_reference(model, device, dtype) if w.kl else None for dtype in dtypes(device)}
+    optimizer = train.make_optimizer(model)
 
-    def run(dtype, i, samples=samples):
-        train.DTYPE = dtype
+    def run(dtype, i, asked=asked):
         model.use(dtype)
-        start = clock()
-        batches, _ = train.rollout(model, samples, i)
-        middle = clock()
-        if random_rewards:  # random text earns the same everywhere, and there has to be a gradient
-            torch.manual_seed(i)
-            batches = [batch._replace(rewards=torch.rand_like(batch.rewards)) for batch in batches]
-        train.update(model, references[dtype], optimizer, batches, kl)
-        return {"rollout": middle - start, "update": clock() - middle}
+        start = clock(device)
+        batch = sample(w, model.cast(dtype), asked, i)
+        texts = [read(model.tokenizer, ids) for ids in batch.tokens.tolist()]
+        grades = [rewards.grade(asked[n // w.group], text, True) for n, (text, _) in enumerate(texts)]
+        values, judged = grpo.credit([grade.pieces for grade in grades], [ends for _, ends in texts], w.new)
+        values = torch.rand(values.shape, generator=torch.Generator().manual_seed(i))  # random text earns nothing
+        advantages = grpo.token_advantages(grpo.advantages(values, w.group), judged).to(device)
+        middle = clock(device)
+        train.update(model, references[dtype], optimizer, [batch._replace(advantages=advantages)], w.kl)
+        return {"rollout": middle - start, "update": clock(device) - middle}
 
     return run
 
 
-def start(w, found):
-    """(the function to be timed, the model, this process's prompts as tokens) of a workload."""
-    model, samples = build(w, found)
-    prompts = [model.tokenizer.encode(sample.prompt) for sample in samples[parallel.RANK :: parallel.WORLD]]
-    if w.kl is None:
-        return rollouts(w, model, prompts), model, prompts
-    train.BATCH_POSITIONS, train.GROUP_SIZE, train.KL_COEF, train.ENTROPY_COEF = w.prompts, w.group, w.kl, 0.0
-    train.TASKS = dict.fromkeys(train.TASKS, w.new)
-    return steps(model, w.kl, samples), model, prompts
+def watch(run, asked, w, device, count, warm=20):
+    """Many steps on changing prompts: graphs compiled, and GB of memory held, from the end of the warm-up on."""
+    seen = []
+    for i in range(count):
+        run(dtypes(device)[-1], i, random.Random(i).sample(asked, w.prompts))
+        if i + 1 in (warm, count):
+            held = torch.cuda.memory_reserved(device) / 1e9 if device.type == "cuda" else peak_memory(device)
+            seen.append((torch._dynamo.utils.counters["stats"]["unique_graphs"], held))
+            print(f"  {i + 1} steps: {seen[-1][0]} graphs compiled, {held:.2f} GB held", flush=True)
+    recompiles, grown = (b - a for a, b in zip(seen[0], seen[-1]))
+    return {"steps": count, "warm_up": warm, "recompiles": recompiles, "grown_gb": grown}
 
 
-def member(pipe, w):
-    """One of the processes that do a workload together: does what it is asked for, ours or of transformers."""
-    parallel.start(train.DEVICE)
-    prepare()
-    run, model, prompts = start(w, positions())
-    others = peers.generate(model, prompts, w.group, w.new, train.DEVICE) if w.kl is None else {}
-    while True:
-        name, i = pipe.recv()
-        pipe.send({"generate": others[name](i)} if name in others else run(DTYPES[name], i))
+# ---------------------------------------------------------------------------------------------------------------------
+# The limit: what no implementation can leave out, at the speed at which this machine does just that.
+#
+# C width, L layers, V vocabulary; a prompt has p tokens, the last of them fed by each row; T new tokens.
+#   a token through the matrices of a layer       24 C²          its query against one key and value   4 C
+#   a prompt's other p-1 tokens through layers 1 to L-1, and their keys and values (4 C²) in layer L, once for a group
+#   a row's T tokens through all layers and the head (2 C V); token t sees p-1+t keys
+#   decoding reads T times the matrices (12 L C² + C V) and all keys and values so far, a prompt's once for its group
+#   an update is 3 forwards (1 forward, 2 backward), and 1 more for a reference; it reads the matrices for each of
+#   them, and writes a gradient; clipping and AdamW move 8 floats a parameter (5 read: the gradient twice; 3 written)
+#
+# Padding and masked pairs do not count; sampling, norms, GELU, softmax and activations that go through memory count as
+# nothing, so 100 % cannot be reached. A part's limit is the larger of FLOPs / matmul rate and bytes / copy rate.
 
 
-def contestants(w, run):
-    """The project's side: {row: (dtype, a function of the number of the run that gives seconds)}, and the team."""
-    team = Team(PROCESSES, member, w) if PROCESSES > 1 else None
-    rows = {name: (name, functools.partial(run, dtype)) for name, dtype in DTYPES.items()}
-    if team:
-        rows |= {f"{name}, {PROCESSES} processes": (name, functools.partial(team.ask, name)) for name in DTYPES}
-    return rows, team
+class Part(NamedTuple):
+    flops: float
+    bytes: float
 
 
-@contextmanager
-def phases(watched):
-    """Seconds by phase: of the functions that `watched` names, and the rest."""
-    spent, current, mark = Counter(), "rest", clock()
-
-    def switch(phase):
-        nonlocal current, mark
-        now = clock()
-        spent[current] += now - mark
-        current, mark = phase, now
-
-    def timed(function, phase, within):
-        def wrapper(*args, **kwargs):
-            if current != within:
-                return function(*args, **kwargs)
-            switch(phase)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                switch(within)
-
-        return wrapper
-
-    with ExitStack() as patches:
-        for owner, name, phase, within in watched:
-            patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), phase, within)))
-        yield spent
-        switch("rest")
+def forward_flops(config, lengths, group_size, new):
+    """Of prompts with these lengths and `group_size` completions of `new` tokens each: a whole rollout's, too."""
+    L, C, V = config.n_layer, config.n_embd, config.vocab_size
+    shared = [p - 1 for p in lengths]
+    tokens = len(lengths) * group_size * new
+    pairs = sum(group_size * (new * s + new * (new + 1) // 2) for s in shared)
+    prompt_pairs = sum(s * (s + 1) // 2 for s in shared)
+    prompts = sum(shared) * (24 * (L - 1) + 4) * C * C + prompt_pairs * 4 * C * (L - 1)
+    return prompts + tokens * (24 * L * C * C + 2 * C * V) + pairs * 4 * C * L
 
 
-def peak(function):
-    """Peak memory in GB while `function` runs."""
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-    elif Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak so far
+def needed(w, lengths, parameters, size):
+    """{part: Part} of a workload with elements of `size` bytes."""
+    L, C = w.config.n_layer, w.config.n_embd
+    matrices = 12 * L * C * C + C * w.config.vocab_size
+    forward = forward_flops(w.config, lengths, w.group, w.new)
+    keys = sum(p - 1 for p in lengths) * w.new + len(lengths) * w.group * w.new * (w.new + 1) // 2
+    parts = {"rollout": Part(forward, size * (w.new * matrices + keys * 2 * L * C))}
+    if w.kl is not None:
+        forwards = 3 + (w.kl > 0)
+        parts["update"] = Part(forwards * forward, forwards * matrices * size + 4 * parameters)
+        parts["optimizer"] = Part(0, 8 * 4 * parameters)
+    return parts
+
+
+def best(function, device, times=3):
+    """Seconds of the fastest of a few calls, after one that does not count."""
     function()
-    return peak_memory(train.DEVICE)
+    repeats = 1
+    if device.type == "cuda":  # several in one captured graph, else launches would be what is measured
+        once, repeats = function, 8
+        function = capture(lambda: [once() for _ in range(repeats)], device)
+    seconds = []
+    for _ in range(times):
+        start = clock(device)
+        function()
+        seconds.append(clock(device) - start)
+    return min(seconds) / repeats
 
 
-def watch(run, found, count, steps, warm=20):
-    """Many steps on changing prompts: graphs compiled, and memory held, from the end of the warm-up on."""
-    graphs, seen = torch._dynamo.utils.counters["stats"], {}
-    for i in range(steps):
-        samples = [tasks.policy_sample(p, "rookworld") for p in random.Random(i).sample(found, count)]
-        run(list(DTYPES.values())[-1], 100 + i, samples)
-        if i + 1 in (warm, steps):
-            held = torch.cuda.memory_reserved() / 1e9 if CUDA else peak_memory(train.DEVICE)
-            seen[i + 1] = graphs["unique_graphs"], held
-    recompiles, grown = (b - a for a, b in zip(seen[warm], seen[steps]))
-    return {"steps": steps, "warm_up": warm, "recompiles": recompiles, "grown_gb": grown}
+def matmul_rate(config, rows, dtype, device, backward):
+    """FLOPs a second of the model's own matrix products with `rows` tokens, layers and head in their proportion;
+    with `backward` also the products of the backward pass, with the gradient's transpose and with the weights."""
+    C, V = config.n_embd, config.vocab_size
+
+    def operands(into, out):
+        x, g, w = (torch.ones(n, m, dtype=dtype, device=device) for n, m in ((rows, into), (rows, out), (out, into)))
+        return x, g, w, torch.empty_like(g), torch.empty_like(x), torch.empty_like(w)
+
+    def multiply(several):
+        for x, g, w, y, dx, dw in several:
+            torch.mm(x, w.t(), out=y)
+            if backward:
+                torch.mm(g, w, out=dx)
+                torch.mm(g.t(), x, out=dw)
+
+    shapes = ((C, 3 * C), (C, C), (C, 4 * C), (4 * C, C))
+    several = [operands(*shape) for _ in range(3) for shape in shapes]  # one alone would stay in the cache
+    seconds = config.n_layer / 3 * best(lambda: multiply(several), device)
+    several = [operands(C, V)]
+    seconds += best(lambda: multiply(several), device)
+    return (3 if backward else 1) * 2 * rows * (config.n_layer * 12 * C * C + C * V) / seconds
+
+
+def copy_rate(size, device):
+    """Bytes a second, read and written, of a copy that moves `size` bytes: what fits into a cache is faster."""
+    a = torch.ones(int(min(size, 2**30)) // 8, device=device)
+    b = torch.ones_like(a)
+    return 8 * len(a) / best(lambda: b.copy_(a), device, 10)
+
+
+def limit(w, parts, dtype, device):
+    """{part: the least seconds on this machine}."""
+    rows, seconds = w.prompts * w.group, {}
+    for part, (flops, size) in parts.items():
+        trained = min(rows * w.new, 8192 if device.type == "cuda" else 1024)  # as many as fit at once
+        at_once, moved, backward = (rows, size / w.new, False) if part == "rollout" else (trained, size, True)
+        products = flops / matmul_rate(w.config, at_once, dtype, device, backward) if flops else 0
+        seconds[part] = max(products, size / copy_rate(moved, device))
+    return seconds
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers and TRL. GPT-2's gelu_new is written out there as many small operations, so a fused one is tried as well.
+
+FUSED = {"activation_function": "gelu_pytorch_tanh"}
+TRANSFORMERS = {  # dtype, cache, what the model is made with
+    "default": (torch.float32, "dynamic", {}),
+    "float32, fused GELU": (torch.float32, "dynamic", FUSED),
+    "float32, static cache, fused GELU": (torch.float32, "static", FUSED),  # on CUDA generate() compiles these
+    "bfloat16, fused GELU": (torch.bfloat16, "dynamic", FUSED),
+    "bfloat16, static cache, fused GELU": (torch.bfloat16, "static", FUSED),
+}
+PLAIN = {"bf16": False, "gradient_checkpointing": False}
+TRL = {  # what the model is made with, what GRPOConfig gets beside what the work itself asks for
+    "default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
+    "float32": (FUSED, PLAIN),
+    "bfloat16 autocast": (FUSED, PLAIN | {"bf16": True}),
+    "bfloat16 weights": (FUSED | {"dtype": "bfloat16"}, PLAIN),
+    "bfloat16 weights, 4 microbatches": (FUSED | {"dtype": "bfloat16"}, PLAIN | {"gradient_accumulation_steps": 4}),
+}
+
+
+def generators(w, model, asked, folder):
+    """{setting: a function of the run's number that gives seconds}, with the same weights and prompts."""
+    from transformers import GPT2LMHeadModel
+
+    device, models = model.wte.weight.device, {}
+    prompts = [model.tokenizer.encode(question.prompt) for question in asked]
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(p)) + p for p in prompts]  # on the left, as generate wants it
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    inputs = {"input_ids": torch.tensor(padded).to(device), "attention_mask": torch.tensor(mask).to(device)}
+
+    def run(i, dtype, cache, options):
+        key = dtype, *options
+        if key not in models:
+            models[key] = GPT2LMHeadModel.from_pretrained(folder, dtype=dtype, **options).eval().to(device)
+            models[key].generation_config.eos_token_id = None  # nothing ends early
+        torch.manual_seed(i)
+        start = clock(device)
+        out = models[key].generate(
+            **inputs, num_return_sequences=w.group, max_new_tokens=w.new, do_sample=True, top_k=0, pad_token_id=0,
+            cache_implementation=cache,
+        )  # fmt: skip
+        seconds = clock(device) - start
+        assert out.shape == (len(prompts) * w.group, longest + w.new)
+        return seconds
+
+    return {f"transformers, {setting}": lambda i, rest=rest: run(i, *rest) for setting, rest in TRANSFORMERS.items()}
+
+
+def trl_steps(w, asked, folder, device, setting, runs, before):
+    """[(what before(i) gave ahead of step i, seconds of that step in TRL), ...]"""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    pairs, started = [], [None, 0.0]
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args, model, **kwargs):
+            model.generation_config.eos_token_id = None  # the trainer has just taken it from the tokenizer
+
+        def on_step_begin(self, *args, **kwargs):
+            started[:] = before(len(pairs)), clock(device)
+
+        def on_step_end(self, *args, **kwargs):
+            pairs.append((started[0], timed(f"TRL, {setting}", lambda: clock(device) - started[1])))
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        assert all(len(ids) == w.new for ids in completion_ids)
+        for prompt, text in zip(prompts, completions):
+            rewards.grade(by_prompt[prompt], text, True)
+        return torch.rand(len(prompts)).tolist()  # as in steps()
+
+    by_prompt = {question.prompt: question for question in asked}
+    init, options = TRL[setting]
+    options = {"gradient_accumulation_steps": 1, **options}
+    config = GRPOConfig(
+        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(init),
+        per_device_train_batch_size=w.prompts * w.group // options["gradient_accumulation_steps"],
+        num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=runs,
+        beta=w.kl, loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
+        epsilon_high=train.CLIP_RANGE_HIGH, learning_rate=train.LR, lr_scheduler_type="constant", adam_beta2=0.95,
+        max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    dataset = Dataset.from_dict({"prompt": [question.prompt for question in asked]})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trainer = GRPOTrainer(str(folder), reward, config, dataset, processing_class=tokenizer, callbacks=[Clock()])
+    trainer.remove_callback(PrinterCallback)
+    trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
+    trainer.eos_token_ids = [-1]
+    trainer.train()
+    return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measurements
 
 
-def measure(w, found, runs):
-    run, model, prompts = start(w, found)
-    rows, team = contestants(w, run)
-    lengths, count = [len(p) for p in prompts], sum(p.numel() for p in model.parameters())
-    result, work = {**w._asdict(), "config": vars(w.config), "runs": runs, "ours": {}}, {}
-    for name, dtype in DTYPES.items():
-        parts = limits.parts(w.config, count, lengths, w.group, w.new, dtype.itemsize, bool(w.kl))
-        work[name] = {"rollout": parts["rollout"]} if w.kl is None else parts
-    for name, (dtype, once) in rows.items():
+def timed(who, function, *args):
+    """What a run took, printed at once: a long measurement is seen to go on."""
+    halves = function(*args)
+    halves = halves if isinstance(halves, dict) else {"whole": halves}
+    detail = ", ".join(f"{half} {seconds:.3f}" for half, seconds in halves.items()) if len(halves) > 1 else ""
+    print(f"  {who:50} {sum(halves.values()):8.3f} s  {detail}", flush=True)
+    return sum(halves.values())
+
+
+def measure(title, w, device, runs, alone=False, watched=0):
+    print(f"\n{title} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {runs} rounds", flush=True)
+    everything = questions()
+    asked, model = everything[: w.prompts], build(w, device)
+    run = (rollouts if w.kl is None else steps)(w, model, asked)
+    for dtype in dtypes(device):
         for i in range(WARM_UP):
-            once(i)
-        result["ours"][name] = row = {}
-        if name == dtype:  # in this process, so it can be looked at
-            row["peak_memory_gb"] = peak(lambda once=once: once(3))
-            with phases(ROLLOUT_PHASES if w.kl is None else STEP_PHASES) as row["phases"]:
-                once(4)
-    runners = peers.generate(model, prompts, w.group, w.new, train.DEVICE) if w.kl is None else {}
-    result["transformers"] = looked = {setting: peers.look(peer) for setting, peer in runners.items()}
-    timed = {setting: seconds for setting, seconds in looked.items() if not isinstance(seconds, str)}
-    others = {setting: runners[setting] for setting in timed if setting in (min(timed, key=timed.get), peers.DEFAULT)}
-    for setting in list(others) if team else []:
-        together = f"{setting}, {PROCESSES} processes"
-        others[together] = lambda i, setting=setting: team.ask(setting, i)["generate"]
-        looked[together] = peers.look(others[together])
+            run(dtype, i)
+    result = {**w._asdict(), "config": vars(w.config), "runs": runs, "peak_memory_gb": peak_memory(device), "ours": {}}
+    parameters = sum(p.numel() for p in model.parameters())
+    lengths = [len(model.tokenizer.encode(question.prompt)) for question in asked]
 
-    rounds = []
-    for i in range(runs):
-        limit = {
-            name: limits.seconds(w.config, work[name], w.prompts * w.group, w.new, dtype, train.DEVICE)
-            for name, dtype in DTYPES.items()
-        }
-        ours = {}
-        for name, (dtype, once) in rows.items():
-            (least, rates), halves = limit[dtype], once(10 + i)
-            ours[name] = {"least": least, "rates": rates, "halves": halves, "seconds": sum(halves.values())}
-        rounds.append((ours, {name: peer(i) for name, peer in others.items()}))
-    if team:
-        team.dismiss()
-    for name, row in result["ours"].items():
-        mine, needed = [ours[name] for ours, _ in rounds], work[rows[name][0]]
-        row["all_seconds"] = [r["seconds"] for r in mine]
-        row["seconds"] = median(row["all_seconds"])
+    def turn(i, with_limit):
+        """{who: seconds} of one round."""
+        seconds = {}
+        for dtype in dtypes(device):
+            who = f"limit, {name(dtype)}"
+            seconds[name(dtype)] = timed(f"nanorook, {name(dtype)}", run, dtype, 10 + i)
+            if with_limit:
+                seconds[who] = timed(who, limit, w, needed(w, lengths, parameters, dtype.itemsize), dtype, device)
+        return seconds
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(folder)
+        peers = {} if alone or w.kl is not None else choose(generators(w, model, asked, folder))
+        rounds = []
+        for i in range(runs):
+            rounds.append(turn(i, not alone) | {peer: timed(peer, once, i) for peer, once in peers.items()})
+        for setting in [] if alone or w.kl is None else TRL:
+            pairs = trl_steps(w, asked, folder, device, setting, runs + WARM_UP, lambda i: turn(i, False))
+            rounds += [ours | {f"TRL, {setting}": theirs} for ours, theirs in pairs[WARM_UP:]]
+    summarise(result, rounds, w)
+    if watched:
+        result["watch"] = watch(run, everything, w, device, watched)
+    return result
+
+
+def choose(peers):
+    """transformers' default, and the fastest of its settings."""
+    seconds = {}
+    for peer, once in peers.items():
+        try:
+            once(0)
+            seconds[peer] = timed(peer, once, 1)
+        except Exception as error:  # no compiler, or a cache that this version does not have
+            print(f"  {peer}: failed ({type(error).__name__})", flush=True)
+    return {peer: peers[peer] for peer in dict.fromkeys([*list(peers)[:1], min(seconds, key=seconds.get)])}
+
+
+def summarise(result, rounds, w):
+    """Medians and ratios of the rounds."""
+    others = dict.fromkeys(who for seconds in rounds for who in seconds if "," in who)
+    for dtype in (who for who in rounds[0] if who not in others):
+        mine = [seconds[dtype] for seconds in rounds]
+        row = {"seconds": median(mine), "all_seconds": mine, "times_as_fast": {}}
         row["tokens_per_second"] = w.prompts * w.group * w.new / row["seconds"]
-        row["halves"] = {half: median(r["halves"][half] for r in mine) for half in mine[0]["halves"]}
-        row["limit"] = {part: median(r["least"][part] for r in mine) for part in needed}
-        row["work"], row["rates"] = {part: p._asdict() for part, p in needed.items()}, mine[-1]["rates"]
-        row["of_limit"] = median(sum(r["least"].values()) / r["seconds"] for r in mine)
-        if w.kl is not None:
-            row["update_of_limit"] = median(
-                (r["least"]["update"] + r["least"]["optimizer"]) / r["halves"]["update"] for r in mine
-            )
-        row["times_as_fast"] = {
-            other: median(theirs[other] / ours[name]["seconds"] for ours, theirs in rounds) for other in others
-        }
-    result["others"] = {other: [theirs[other] for _, theirs in rounds] for other in others}
-    if CUDA and w.kl is not None:
-        result["watch"] = watch(run, found, w.prompts, 200)
-    return result
+        print(f"{dtype}: {row['seconds']:.3f} s, {row['tokens_per_second']:,.0f} tokens/s", flush=True)
+        for who in others:
+            ratio = median(seconds[who] / seconds[dtype] for seconds in rounds if who in seconds)
+            if not who.startswith("limit"):
+                row["times_as_fast"][who] = ratio
+                print(f"  {ratio:.2f} times as fast as {who}")
+            elif who.endswith(dtype):
+                row["of_limit"] = ratio
+                print(f"  {ratio:.0%} of the limit")
+        result["ours"][dtype] = row
+    result["others"] = {who: [seconds[who] for seconds in rounds if who in seconds] for who in others}
 
 
-def show(name, r):
-    print(f"\n{name} {r['what']}: {r['prompts']} x {r['group']} rows, {r['new']} new tokens, {r['runs']} rounds")
-    for dtype, row in r["ours"].items():
-        low, high = min(row["all_seconds"]), max(row["all_seconds"])
-        print(f"  {dtype:9} {row['seconds']:.3f} s ({low:.3f} to {high:.3f}), {row['of_limit']:.0%} of the limit, "
-              f"{row['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
-        if "update_of_limit" in row:
-            print(f"            the update alone: {row['update_of_limit']:.0%} of its limit")
-        if "phases" not in row:
-            continue
-        spent = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in row["phases"].items())
-        print(f"            peak memory {row['peak_memory_gb']:.2f} GB, seconds by phase: {spent}")
-        for part, work in row["work"].items():
-            flops, copied = (row["rates"][rate].get(part) for rate in ("flops_per_second", "bytes_per_second"))
-            products = f"{work['flops'] / 1e9:.1f} GFLOP at {flops / 1e9:.0f} a second, " if flops else ""
-            print(f"            limit of the {part}: {row['limit'][part]:.3f} s, the larger of {products}"
-                  f"{work['bytes'] / 1e9:.2f} GB at {copied / 1e9:.1f} a second")  # fmt: skip
-    for setting, seconds in r["transformers"].items():
-        ratios = [f"{dtype} is {row['times_as_fast'][setting]:.2f} times as fast"
-                  for dtype, row in r["ours"].items() if setting in row["times_as_fast"]]  # fmt: skip
-        figure = seconds if isinstance(seconds, str) else f"{seconds:.3f} s"
-        print(f"  transformers, {setting}: {'; '.join([figure, *ratios])}")
-    if "watch" in r:
-        said = "  {steps} steps: after the first {warm_up} {recompiles} recompiles, memory grew by {grown_gb:.3f} GB"
-        print(said.format(**r["watch"]))
-
-
-def default_run(runs):
-    """The default run's own steps by phase: seconds of each, medians."""
-    model = GPT.load(train.MODEL).to(train.DEVICE)
-    found, dtype = data.split(data.load(train.DATA))[0], fastest_dtype(train.DEVICE)
-    step, seen = steps(model, train.KL_COEF, random_rewards=False), []
-    for i in range(runs + 1):
-        samples = train.draw_prompts(found, i, model.config.chess_format)
-        with phases(STEP_PHASES) as spent:
-            halves = step(dtype, i, samples)
-        seen.append({"whole step": sum(halves.values()), **halves, **spent})
-    result = {phase: median(s[phase] for s in seen[1:]) for phase in seen[-1]}  # the first warms up
-    print(f"\na step of {train.MODEL} with the default settings, {dtype}, median of {runs}")
-    print("  " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in result.items()))
-    return result
-
-
-def growth(found, runs):
-    dtype, rows = fastest_dtype(train.DEVICE), []
-    print(f"\nhow cost grows, {dtype}: milliseconds for a completion, and the GFLOP that limits.py counts for it")
-    print(f"{'':12}{'rollout':>10}{'update':>10}{'GFLOP':>10}{'tokens/s':>10}")
-    for what, values in GROWTH.items():
-        for value in values:
-            w = GROWS._replace(**{what: value})
-            run, _, prompts = start(w, found)
-            halves = [run(dtype, i) for i in range(runs + 1)][1:]  # the first warms up
-            count, lengths = w.prompts * w.group, [len(p) for p in prompts]
-            row = {half: 1e3 * median(h[half] for h in halves) / count for half in ("rollout", "update")}
-            row["gflop"] = 4 * limits.forward_flops(w.config, lengths, w.group, w.new) / count / 1e9
-            row["tokens_per_second"] = 1e3 * w.new / (row["rollout"] + row["update"])
-            rows.append({"what": what, "value": value, "prompts": w.prompts, "group": w.group, "new": w.new, **row})
-            print(f"{what:8}{value:4}{row['rollout']:10.2f}{row['update']:10.2f}{row['gflop']:10.2f}"
-                  f"{row['tokens_per_second']:10,.0f}", flush=True)  # fmt: skip
-    return rows
+def silence():
+    """Whether the others are installed; they print no warnings and no progress bars."""
+    try:
+        import datasets
+        import transformers
+        import trl  # noqa: F401
+    except ImportError as error:
+        print(f"{error.name} is not installed, so nanorook is measured alone: pip install transformers trl")
+        return False
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    return True
 
 
 def main():
+    device = train.device_of("auto")
+    all_workloads = workloads(device)
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
-    chosen = ["rollout", "step", "run", "growth", "all", *WORKLOADS]
-    p.add_argument("what", nargs="?", default="all", choices=chosen, help="what to measure")
-    p.add_argument("--json", metavar="OUT", help="also write the numbers to this file")
+    p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
     p.add_argument("--runs", type=int, default=5, help="rounds, of which a number is the median")
+    p.add_argument("--only", choices=["nanorook"], help="leave out the limit and the others")
+    p.add_argument("--watch", type=int, default=0, metavar="N", help="then N steps: do graphs or memory grow?")
+    p.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     a = p.parse_args()
-    if a.json and not Path(a.json).absolute().parent.is_dir():
-        train.refuse(f"{a.json} cannot be written: its folder does not exist.")
     if a.runs < 1:
-        train.refuse(f"--runs {a.runs} measures nothing; give at least 1.")
-    prepare()
-    machine = describe("python -m tools.bench", train.DEVICE, "see workloads")
+        refuse(f"--runs {a.runs} measures nothing; give at least 1.")
+    if a.json and not Path(a.json).absolute().parent.is_dir():
+        refuse(f"{a.json} cannot be written: its folder does not exist.")
+    alone = bool(a.only) or not silence()
+    torch.set_flush_denormal(True)  # as train.main
+    machine = describe("python -m tools.bench", device, dtypes(device)[-1])
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
-    print(f"{machine['machine']}, {result['threads']} threads, torch {torch.__version__}")
-    print(limits.EXPLANATION, flush=True)
-    if a.what in ("all", "run"):  # first, as the workloads change train's settings
-        result["run"] = default_run(a.runs)
-    found = positions()
-    for name, w in WORKLOADS.items():
-        if a.what in ("all", name, "rollout" if w.kl is None else "step"):
-            result["workloads"][name] = measure(w, found, a.runs)
-            show(name, result["workloads"][name])
-    if a.what in ("all", "growth"):
-        result["growth"] = growth(found, a.runs)
-    if a.json:
-        replace(a.json, json.dumps(result, indent=2) + "\n")
+    print(f"{machine['machine']}, {result['threads']} threads, torch {torch.__version__}", flush=True)
+    for title in a.what or (["W2", "W4"] if device.type == "cuda" else list(all_workloads)):
+        result["workloads"][title] = measure(title, all_workloads[title], device, a.runs, alone, a.watch)
+        if a.json:  # after each, as it may be stopped
+            Path(a.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
