@@ -243,19 +243,21 @@ def test_two_runs_side_by_side(run, tmp_path):
 
 
 def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
-    evil = HOSTILE.replace("/", "|")  # a slash separates the names of metrics
-    run = make_run(tmp_path / "run")
+    evil = HOSTILE[3:].replace("/", "|").replace(" ", "_")  # slashes and spaces separate the parts of names
+    run = make_run(tmp_path / "<b>bold")
     rows = make_metrics((f"{evil}/{evil}", f"{evil}/earned/{evil}"))
     write_lines(run / "metrics.jsonl", [row | {"state": evil, "advice": evil} for row in rows])
-    sample = {"step": 0, "reward": 0.5, "truth": [evil], "completion": evil, "kind": evil, "prompt": evil}
+    sample = {"step": 0, "reward": 0.5, "truth": [evil], "completion": HOSTILE, "kind": evil, "prompt": HOSTILE}
     pieces = [[evil, 0.5, [0, 99]], [evil, -1, [-5, 3]], [evil, 0, None]]
     write_lines(run / "samples.jsonl", [sample | {"pieces": pieces}])
+    with open(run / "samples.jsonl", "a") as file:
+        file.write('{"completion": "<script>document')
     contents = {"settings": {evil: evil}, "run": {"command": evil, "machine": evil}}
-    for name, content in (contents | {"skill": {evil: {f"{evil} {evil} T=0": [1, 1]}}}).items():
+    for name, content in (contents | {"skill": {evil: {f"{evil} {evil} T={evil}": [1, 1]}}}).items():
         (run / f"{name}.json").write_text(json.dumps(content))
     text = report.write(run, run).read_text()
-    assert not re.search(r"<(script|img|b>bold|svg onload)|[^;]['\"] onmouseover", text)
-    assert text.count("&lt;b&gt;bold") > 20 and text.count("$title ${plots} ? &amp;") > 20
+    assert not re.search(r"<(script|img|b>bold|svg.onload)|[^;]['\"].onmouseover", text)
+    assert text.count("&lt;b&gt;bold") > 20 and text.count("$title_${plots}_?_&amp;") > 20
 
 
 @pytest.mark.parametrize("name", ["settings.json", "run.json", "skill.json", "samples.jsonl"])

@@ -49,7 +49,7 @@ def read_lines(path, notes):
             row["step"] += 0
             rows.append(row)
         except (ValueError, KeyError, TypeError, RecursionError):
-            notes.append(f"A line of {path.name} cannot be read and is left out: {line[:40]!r}")
+            notes.append(f"{path.name} has a line that cannot be read, which is left out: {line[:40]!r}")
     return rows
 
 
@@ -296,8 +296,8 @@ def all_plots(runs):
     for title, about, metrics, setting in all_panels(runs):
         curves = [
             (run.label + label, f"c{i % 12}" + " dashed" * (run.label == "B "), points)
-            for run in runs
             for i, (name, label) in enumerate(metrics.items())
+            for run in runs
             if (points := points_of(run.rows, name))
         ]
         figures += plot(title, about, curves, first, last, runs[0].settings.get(setting)) if curves else ""
