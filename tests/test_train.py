@@ -377,7 +377,7 @@ def test_questions_are_the_same_in_every_step_of_an_overfit_run(toy_run, monkeyp
     toy_run("a", OVERFIT=True)
     toy_run("b")
     assert asked[1] == asked[2] == asked[4] != asked[5] and asked[0] == asked[3]
-    assert asked[1] == ask(toy.load("", None)[0], 4, random.Random("0/0"), None)
+    assert asked[1] == ask(toy.load("builtin", None)[0], 4, random.Random("0/0"), None)
 
 
 def test_schedule_and_warmup_reach_the_optimizer(toy_run):
