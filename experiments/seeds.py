@@ -1,10 +1,12 @@
-"""The same run on several seeds: what it changes on held-out positions, and its curves.
+"""The same run on several seeds beside its controls, runs without a reward: what it adds on held-out questions.
 
-    python -m experiments.seeds OUT                        # the default run, seeds 0, 1 and 2: about an hour on 2 cores
-    python -m experiments.seeds OUT --seeds 5 LR=3e-4      # other settings than the defaults
+    python -m experiments.seeds OUT EVAL_POSITIONS=1000             chess: five runs and a control, an hour of two cores
+    python -m experiments.seeds OUT --task examples/letters.py --seeds 3 --controls 3 EVAL_EVERY=10         two minutes
 
-Each seed is a run of ./train.sh in OUT/seed-N, compared with its start by tools.evaluate; what is there is not made
-again. OUT/seeds.json has the figures, OUT/seeds.png the curves. The interval is that of the mean over the seeds.
+Each run is train.py in OUT/seed-N, each control (CONTROL=1: all advantages are zero) in OUT/control-N. OUT/seeds.json
+has their figures, and what is in it is not run again; OUT/seeds.png shows those of --curves. A control of the default
+settings does not move, so one is enough; settings with a gradient of their own need as many as there are seeds.
+An interval is that of the mean over the seeds. They share their held-out questions, EVAL_POSITIONS in number.
 """
 
 import argparse
@@ -20,99 +22,104 @@ import matplotlib
 matplotlib.use("Agg")  # a file, no window
 import matplotlib.pyplot as plt
 
-from tools import replace
-from tools.evaluate import PLAIN
-from tools.plots import points_of, smooth
-
 ROOT = Path(__file__).parent.parent
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 95 %, for n seeds
-SECTIONS = "policy", "environment", "self-play"
-CURVES = {"P/legal": "legal best move", "A/next_state": "exact next state", "reward": "reward"}
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 95 %, for n values
+PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares
 
 
-def train(folder, seed, settings):
-    """A run of ./train.sh in `folder`, unless it is there."""
-    env = {**os.environ, **settings, "SEED": str(seed), "OUT_DIR": str(folder), "PYTHON": sys.executable}
+def read(file):
+    return json.loads(file.read_text())
+
+
+def write(file, content):
+    """The whole file or nothing."""
+    part = file.with_name(f".{file.name}")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, file)
+
+
+def with_interval(values, form=".1f"):
+    """The mean and, of several values, the half-width of its 95 % interval."""
+    mean = f"{statistics.fmean(values):{form}}"
+    if len(values) == 1:
+        return mean
+    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean} ± {half:{form.lstrip('+')}}"
+
+
+def run(folder, arguments):
+    """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
     if not (folder / "model").exists():
-        subprocess.run(["./train.sh"], cwd=ROOT, env=env, check=True)
+        with open(f"{folder}.log", "a") as log:
+            command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=log)
+    about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
+    steps = {"before": 0, "after": settings["STEPS"]}
+    return {"about": about, "skill": {str(steps.get(name, name.split(" ")[-1])): skill[name] for name in skill}}
 
 
-def run(out, seed, settings, *options):
-    """(the figures of tools.evaluate before and after, the metrics of every step)."""
-    folder, figures = out / f"seed-{seed}", out / f"seed-{seed}.json"
-    train(folder, seed, settings)
-    if not figures.exists():
-        start = settings.get("MODEL", "weights/tiny")
-        temperature = json.loads((folder / "settings.json").read_text())["TEMPERATURE"]  # what it was trained at
-        options = "--temperature", str(temperature), "--json", str(figures), *options
-        command = ["-m", "tools.evaluate", start, str(folder / "model"), *options]
-        with open(out / f"seed-{seed}.md", "w") as tables:
-            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=tables)
-    return json.loads(figures.read_text()), [json.loads(line) for line in open(folder / "metrics.jsonl")]
+def figures(runs, name):
+    """[(before, after), ...] of the runs, in percent; in pawns where the metric is a loss or an error."""
+    unit = 1 if name.split(" ")[1] in PAWNS else 100
+    ends = [list(run["skill"].values()) for run in runs]
+    return [(unit * skills[0][name][0], unit * skills[-1][name][0]) for skills in ends]
 
 
-def about(out, seed):
-    """Where a run was made, and from what."""
-    known = json.loads((out / f"seed-{seed}" / "run.json").read_text())
-    return {name: known[name] for name in ("started", "commit", "machine", "versions")}
-
-
-def summary(results):
-    """{temperature: {"section name": (before, gain of each seed, mean gain, half-width, seeds beyond noise)}}."""
-    found = {}
-    for temperature, sections in results[0]["difference"].items():
-        rows = found[temperature] = {}
-        for section in SECTIONS:
-            for name, first in sections[section].items():
-                changes = [result["difference"][temperature][section][name] for result in results]
-                if first is None or None in changes:
-                    continue
-                before = next(iter(results[0]["models"].values()))[temperature][section][name][0]
-                gains = [mean for mean, _, _ in changes]
-                half = STUDENT[len(gains)] * statistics.stdev(gains) / len(gains) ** 0.5
-                sure = sum(low > 0 or high < 0 for _, low, high in changes)
-                rows[f"{section} {name}"] = before, gains, statistics.fmean(gains), half, sure
-    return found
-
-
-def table(rows):
-    count = len(next(iter(rows.values()))[1])
-    lines = [f"| | before | {' | '.join(f'seed {i}' for i in range(count))} | mean | seeds beyond noise |"]
-    lines += ["| --- |" + " ---: |" * (count + 3)]
-    for name, (before, gains, mean, half, sure) in rows.items():
-        scale, form = (1, ".2f") if name.split()[-1] in PLAIN else (100, ".1f")
-        cells = [f"{scale * before:{form}}", *(f"{scale * gain:+{form}}" for gain in gains)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {scale * mean:+{form}} ± {scale * half:{form}} | {sure} |")
+def table(runs, controls):
+    lines = ["| | before | after | gain | gain of the control |", "| --- |" + " ---: |" * 4]
+    for name in list(runs[0]["skill"].values())[-1]:
+        if all(name in skill for run in runs + controls for skill in run["skill"].values()):
+            form = ".2f" if name.split(" ")[1] in PAWNS else ".1f"
+            pairs = figures(runs, name)
+            gains = [with_interval([b - a for a, b in figures(some, name)], f"+{form}") for some in (runs, controls)]
+            ends = [f"{statistics.fmean(values):{form}}" for values in zip(*pairs)]
+            lines.append(f"| {name} | {' | '.join(ends + gains)} |")
     return "\n".join(lines)
 
 
-def draw(runs, path):
-    """Mean over the seeds, and the band from the lowest to the highest."""
-    figure, axes = plt.subplots(1, len(CURVES), figsize=(12, 3.6), constrained_layout=True)
-    for axis, (name, title) in zip(axes, CURVES.items()):
-        curves = [smooth(points_of(rows, name)) for rows in runs]
-        lines, steps = [[value for _, value in curve] for curve in curves], [step for step, _ in curves[0]]
-        axis.fill_between(steps, [min(x) for x in zip(*lines)], [max(x) for x in zip(*lines)], alpha=0.25)
-        axis.plot(steps, [statistics.fmean(x) for x in zip(*lines)])
-        axis.set(title=f"{title}, means over ten steps", xlabel="step")
+def draw(runs, controls, names, path):
+    """A line for each run, and their mean; controls are grey."""
+    figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 3.4), constrained_layout=True, squeeze=False)
+    for axis, name in zip(axes[0], names):
+        for some, colour, label in ((controls, "0.5", "without a reward"), (runs, "C0", "GRPO")):
+            steps = [int(step) for step in some[0]["skill"]]
+            curves = [[100 * skill[name][0] for skill in run["skill"].values()] for run in some]
+            for curve in curves:
+                axis.plot(steps, curve, color=colour, alpha=0.3)
+            axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], color=colour, label=label)
+        axis.set(title=f"held-out, %: {name}", xlabel="step")
         axis.grid(alpha=0.3)
+    axes[0][0].legend()
     figure.savefig(path, dpi=110)
 
 
 def main():
     p = argparse.ArgumentParser("python -m experiments.seeds", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path)
-    p.add_argument("--seeds", type=int, default=3, choices=STUDENT)
+    p.add_argument("--task", default="rewards.py")
+    p.add_argument("--seeds", type=int, default=5, choices=[1, *STUDENT])
+    p.add_argument("--controls", type=int, default=1, choices=[1, *STUDENT])
+    p.add_argument("--curves", nargs="+", metavar="NAME", help="such as 'policy legal T=0'; else the rewards")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()
-    out, settings = a.out.resolve(), dict(setting.split("=", 1) for setting in a.settings)
+    out = a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    results, runs = zip(*(run(out, seed, settings) for seed in range(a.seeds)))
-    found, made = summary(results), [about(out, seed) for seed in range(a.seeds)]
-    replace(out / "seeds.json", json.dumps({"settings": settings, "runs": made, "found": found}, indent=1) + "\n")
-    draw(runs, out / "seeds.png")
-    for temperature, rows in found.items():
-        print(f"{'greedy' if temperature == 'T=0' else temperature}\n\n{table(rows)}\n")
+    file = out / "seeds.json"
+    known = read(file) if file.exists() else {"task": a.task, "settings": a.settings, "runs": {}}
+    if (known["task"], known["settings"]) != (a.task, a.settings):
+        p.error(f"{file} is of {known['task']} with {known['settings']}; name another folder.")
+    found = {"seed": [], "control": []}
+    for kind, count in (("seed", a.seeds), ("control", a.controls)):
+        for seed in range(count):
+            if (name := f"{kind}-{seed}") not in known["runs"]:
+                arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={int(kind == 'control')}", *a.settings]
+                known["runs"][name] = run(out / name, arguments)
+                write(file, known)
+            found[kind].append(known["runs"][name])
+    runs, controls = found.values()
+    rewards = [name for name in list(runs[0]["skill"].values())[0] if " reward T=" in name]
+    draw(runs, controls, a.curves or rewards, out / "seeds.png")
+    print(table(runs, controls))
 
 
 if __name__ == "__main__":

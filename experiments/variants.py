@@ -1,103 +1,132 @@
-"""The same budget with one thing changed: what each choice of the default run is worth.
+"""What each choice is worth: examples/letters.py with one thing changed, a few seeds each.
 
-    python -m experiments.variants OUT [--steps 40] [--seeds 1] [--only NAME ...]
+    python -m experiments.variants [FILE.json] [--seeds 5] [--only NAME ...]            about ten minutes of one core
 
-Each variant is a run of ./train.sh in OUT/NAME, compared with its start on 500 held-out positions by tools.evaluate;
-what is there is not made again. The table shows what changed, in percentage points; OUT/variants.json has the figures,
-OUT/variants.png those of DRAWN.
+Every run is train.main() in this process: 30 steps, in which the default gets most of the way. Runs that the file has
+are not made again. The table for docs/choices.md is printed.
 """
 
 import argparse
+import contextlib
+import io
 import json
+import os
+import random
+import statistics
+import tempfile
 from pathlib import Path
+from unittest import mock
 
-import matplotlib.pyplot as plt
+import torch
 
-from experiments.seeds import about, run
-from tools import replace
+import train
+from examples import letters
+from experiments.seeds import STUDENT, read, with_interval, write
+from nanorook import checkpoint, monitor
 
+SHARED = letters.DEFAULTS | {"STEPS": 30}
+FAST = {"LR": 3e-3}  # large steps, so that there is something to clip
 VARIANTS = {
     "default": {},
-    # an answer is paid as a whole, and all weights learn; they want a smaller rate, and this one is a guess
-    "plain-grpo": {"CREDIT": "answer", "TRAIN": "all", "LR": "1e-4"},
-    # what holds it
-    "no-price": {"ENTROPY_COEF": "0"},
-    "no-kl": {"KL_COEF": "0", "LAST_GAINS_LR_FACTOR": "24"},  # nothing would hold gains that learn faster
-    # the loss
-    "grpo": {"LOSS": "grpo"},
-    "dr-grpo": {"LOSS": "dr_grpo"},
-    "cispo": {"LOSS": "cispo"},
-    "gspo": {"LOSS": "gspo"},
-    "std": {"SCALE_REWARDS": "group"},
-    "epochs-2": {"EPOCHS": "2"},
-    "epochs-4": {"EPOCHS": "4"},
-    # what is sampled
-    "temperature-0.7": {"TEMPERATURE": "0.7"},
-    "temperature-1": {"TEMPERATURE": "1"},
-    "groups-of-2": {"BATCH_POSITIONS": "64", "GROUP_SIZE": "2"},
-    "groups-of-8": {"BATCH_POSITIONS": "16", "GROUP_SIZE": "8"},
-    "policy-only": {"MIX_ENV_RATIO": "0"},
-    "environment-only": {"MIX_ENV_RATIO": "1"},
+    **{f"LOSS={loss}": {"LOSS": loss} for loss in ("grpo", "dr_grpo", "cispo", "gspo")},
+    "CREDIT=answer": {"CREDIT": "answer"},
+    **{f"SCALE_REWARDS={scale}": {"SCALE_REWARDS": scale} for scale in ("group", "batch")},
+    **{f"EPOCHS={epochs}": {"EPOCHS": epochs} for epochs in (2, 4, 8)},
+    **{
+        f"EPOCHS=8 LR=3e-3 LOSS={loss}": {"EPOCHS": 8, "LOSS": loss} | FAST
+        for loss in ("dapo", "grpo", "dr_grpo", "cispo", "gspo")
+    },
+    "EPOCHS=8 LR=3e-3 CLIP_RANGE_HIGH=0.2": {"EPOCHS": 8, "CLIP_RANGE_HIGH": 0.2} | FAST,
+    "EPOCHS=8 LR=3e-3 no clip": {"EPOCHS": 8, "CLIP_RANGE": 1.0, "CLIP_RANGE_HIGH": 1e9} | FAST,
+    **{
+        f"KL_COEF={coef:g} KL_ESTIMATOR={kind}": {"KL_COEF": coef, "KL_ESTIMATOR": kind}
+        for coef in (0.01, 0.1)
+        for kind in ("k1", "k2", "k3")
+    },
+    **{
+        f"{prompts} × {group}": {"BATCH_POSITIONS": prompts, "GROUP_SIZE": group}
+        for prompts, group in ((64, 2), (32, 4), (8, 16), (4, 32))
+    },
+    **{f"TEMPERATURE={t:g}": {"TEMPERATURE": t} for t in (0.5, 0.7, 1.3)},
+    **{f"LR={lr:g}": {"LR": lr} for lr in (1e-4, 3e-4, 3e-3, 1e-2)},
 }
-RATES = {"LR": "3e-4", "GAINS_LR_FACTOR": "24", "LAST_GAINS_LR_FACTOR": "400"}  # the defaults when these runs were made
-SHARE = {"epochs-2": 0.65, "epochs-4": 0.4}  # of the steps, as more updates take longer: the budget is time
-ROWS = {
-    "legal move": ("T=1", "policy", "legal"),
-    "legal candidates": ("T=1", "policy", "candidates_legal"),
-    "policy reward": ("T=1", "policy", "worth"),
-    "next state": ("T=1", "environment", "next_state"),
-    "environment reward": ("T=1", "environment", "worth"),
-    "legal move, greedy": ("T=0", "policy", "legal"),
-    "next state, greedy": ("T=0", "environment", "next_state"),
-    "the same, illegal moves": ("T=0", "environment illegal", "next_state"),
-    "error of evaluations, greedy (centipawns)": ("T=0", "policy", "eval_mae"),
+COLUMNS = {  # of the table, in percent but for the entropy
+    "greedy": "the last letter, greedy, on 400 held-out questions",
+    "sampled": "... and sampled at temperature 1",
+    "reward": "mean reward of all the answers that it was trained on",
+    "entropy": "of its answers in the last step, nats a token",
+    "clipped": "share of the tokens whose gradient the clip changed",
 }
-DRAWN = "legal move", "next state", "legal move, greedy", "next state, greedy"
-SAMPLE = "--temperature", "1", "--limit", "500", "--judged", "0", "--self-play", "0"  # whatever it was trained with
 
 
-def cell(changes):
-    """The mean change over the seeds, starred where it is more than noise in each of them."""
-    mean = sum(mean for mean, _, _ in changes) / len(changes)
-    return f"{100 * mean:+.1f}" + " *" * all(low > 0 or high < 0 for _, low, high in changes)
+def run_here(task, settings, patches=()):
+    """(the metrics of each step, the trained model) of train.main() in this process, in a folder that is deleted.
+
+    patches: (object, name, value) for what no setting changes. A refusal raises SystemExit, as for a user.
+    """
+    models = []
+    changes = {**settings, "task": task, "TASK": task.__file__, "finish_run": lambda model, out: models.append(model)}
+    fixed = [(checkpoint, "save", lambda *_: None), (checkpoint, "catch_signals", list)]
+    fixed += [(train.settings, "finish", lambda: None), (train.monitor, "show", lambda _: None)]
+    with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as stack:
+        for patch in [*fixed, *((train, *change) for change in (changes | {"OUT_DIR": out}).items()), *patches]:
+            stack.enter_context(mock.patch.object(*patch))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        train.main()
+        return [json.loads(line) for line in open(f"{out}/metrics.jsonl")], models[0]
 
 
-def draw(found, path):
-    """A dot and its 95 % interval, in points, for each seed of each variant."""
-    figure, axes = plt.subplots(1, len(DRAWN), figsize=(13, 1 + len(found) / 4), sharey=True, constrained_layout=True)
-    for axis, row in zip(axes, DRAWN):
-        for place, rows in enumerate(found.values()):
-            for mean, low, high in rows[row]:
-                axis.plot([100 * low, 100 * high], [place, place], color="C0")
-                axis.plot(100 * mean, place, "o", color="C0")
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(title=row, xlabel="change, points")
-        axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(found)), found)
-    axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+def measure(settings):
+    """What the file keeps of one run; None where it was refused."""
+    try:
+        rows, model = run_here(letters, SHARED | {"EVAL_POSITIONS": 1} | settings)
+    except SystemExit:
+        return None
+    exam = letters.ask(letters.load("", model.config)[1], 400, random.Random(0), model.config)
+    with mock.patch.object(train, "TEMPERATURE", 1.0), mock.patch.object(train, "task", letters):
+        skill = train.evaluate(model, exam, os.devnull, 0)  # at temperature 1, whatever it was trained at
+    return {
+        "greedy": skill["letters last T=0"][0],
+        "sampled": skill["letters last T=1"][0],
+        "reward": statistics.fmean(row["reward"] for row in rows),
+        "entropy": rows[-1]["entropy"],
+        "clipped": statistics.fmean(row["clip_low"] + row["clip_high"] for row in rows),
+    }
+
+
+def table(runs):
+    """Means over the seeds with their 95 % intervals."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+    for name, found in runs.items():
+        cells, sound = [], [run for run in found.values() if run]
+        for column in COLUMNS:
+            values = [run[column] * (1 if column == "entropy" else 100) for run in sound]
+            form = ".2f" if column == "entropy" else ".1f"
+            cells.append(with_interval(values, form) if values else "")
+        note = f" ({len(sound)} of {len(found)} runs)" if len(sound) < len(found) else ""  # the others were refused
+        lines.append(f"| {name}{note} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main():
     p = argparse.ArgumentParser("python -m experiments.variants", description=__doc__.split("\n")[0])
-    p.add_argument("out", type=Path)
-    p.add_argument("--steps", type=int, default=40)
-    p.add_argument("--seeds", type=int, default=1)
+    p.add_argument("file", type=Path, nargs="?", default=Path(__file__).with_suffix(".json"))
+    p.add_argument("--seeds", type=int, default=5, choices=STUDENT)
     p.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     a = p.parse_args()
-    found, made = {}, {}
-    for name in a.only:
-        steps, folder = round(a.steps * SHARE.get(name, 1)), a.out.resolve() / name
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = {"STEPS": str(steps), "EVAL_EVERY": "0", "EVAL_POSITIONS": "8", **RATES, **VARIANTS[name]}
-        change = [run(folder, seed, settings, *SAMPLE)[0]["difference"] for seed in range(a.seeds)]
-        found[name] = {row: [c[t][section][figure] for c in change] for row, (t, section, figure) in ROWS.items()}
-        made[name] = {"settings": settings, "runs": [about(folder, seed) for seed in range(a.seeds)]}
-        replace(a.out / "variants.json", json.dumps({"made": made, "found": found}, indent=1) + "\n")
-    draw(found, a.out / "variants.png")
-    print("| variant | " + " | ".join(ROWS) + " |\n| --- |" + " ---: |" * len(ROWS))
-    for name, rows in found.items():
-        print(f"| {name} | " + " | ".join(map(cell, rows.values())) + " |")
+    torch.set_num_threads(1)  # more are slower for matrices of this size
+    known = read(a.file) if a.file.exists() else {"runs": {}}
+    about = {"columns": COLUMNS, "shared": SHARED, "variants": VARIANTS}
+    if known.get("about", about) != about:
+        p.error(f"{a.file} was made with other settings; delete it, or name another file.")
+    known |= {"about": about, "made": monitor.describe("python -m experiments.variants", "cpu", torch.float32)}
+    for seed in range(a.seeds):
+        for name in a.only:
+            found = known["runs"].setdefault(name, {})
+            if str(seed) not in found:
+                found[str(seed)] = measure(VARIANTS[name] | {"SEED": seed})
+                write(a.file, known)
+    print(table({name: known["runs"][name] for name in a.only}))
 
 
 if __name__ == "__main__":
