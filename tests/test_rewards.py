@@ -58,28 +58,37 @@ def earned(result, name):
     return sum(value for piece, value, _ in result.pieces if piece.split(" ")[0] == name)
 
 
+class NoEngine:
+    def label(self, fen):
+        return ()
+
+
+@pytest.fixture(autouse=True)
+def fresh_labels():
+    """No label that another test has got is still known."""
+    yield
+    rewards.policy_truth.cache_clear()
+    rewards.labeller.cache_clear()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Invariant 7: any text has a reward
 
 
 def fragments():
-    """Texts that are nearly answers, mixed with ones that are anything but."""
+    """Texts that are nearly answers, and ones that are anything but."""
     words = "M: E: B: e2e4 e7e8q 0.3 -2.82 + 0 1 0.001 -1.0 nan ٣ 1e999 8 . / é 🙂 \0 \n".split(" ") + ["", "\ud800"]
     words += [AFTER, AFTER + "+0.001+0+0", "M: e2e4 E: 0.3 B: e2e4", "9" * 400, "8/" * 500, "e2e4 " * 900]
     known = st.lists(st.sampled_from(words), max_size=24).map(" ".join)
     return known | known.map(lambda text: text.replace(" ", "")) | st.text(st.characters(), max_size=60)
 
 
-def ideal():
-    """Ideal answers of both tasks in both formats, to be damaged."""
-    for text_format in FORMATS:
-        yield rewards.policy_completion(START, label(START), text_format)
-        yield rewards.environment_completion(*rewards.transition(START, "e2e4"), text_format)
-
-
 @st.composite
 def damaged(draw):
-    text = draw(st.sampled_from(list(ideal())))
+    """An ideal answer of either task in either format, changed in up to four places."""
+    text_format, move = draw(st.sampled_from(FORMATS)), draw(st.sampled_from(["e2e4", "e2e5"]))
+    next_board = rewards.environment_completion(*rewards.transition(START, move), text_format)
+    text = draw(st.sampled_from([rewards.policy_completion(START, label(START), text_format), next_board]))
     for _ in range(draw(st.integers(0, 4))):
         a, b = sorted(draw(st.integers(0, len(text))) for _ in "ab")
         text = text[:a] + draw(st.sampled_from(["", text[a:b] * 2, text[a:b][::-1]]) | fragments()) + text[b:]
@@ -106,31 +115,19 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert (result.reward == MALFORMED) == (names == ("malformed",)) == (result.metrics["structure"] == 0)
 
 
-NASTY = {
-    "megabytes": "a" * 2**22,
-    "headers": "M: E: B: " * 2**19,
-    "candidates": "M: " + "e2e4 " * 2**18 + "E: " + "0.3 " * 2**18 + "B: e2e4",
-    "pluses": "+" * 2**20,
-    "digits": "M: e2e4 E: " + "9" * 4000 + " B: e2e4",
-    "decimals": "M: e2e4 E: 0." + "7" * 4000 + "x B: e2e4",
-    "long list": "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4",
-    "long field": "8" * 4000 + "+0.001+0+0",
-    "many words": "8 " * 2000 + "+0.001+0+0",
-    "dots": "." * 4000 + "+0.001+0+0",
-    "reward": AFTER + "+0." + "3" * 3900 + "+0+0",
-    "astral": "\U0001f600" * 4000 + "+0.001+0+0",
-    "surrogates": "\ud800\udfff" * 1000 + "+0.001+0+0",
-    "right to left": "M: \u202ee2e4 E: ٠٫٣ B: e2e4",
-}
+HOSTILE = ["a" * 2**22, "M: E: B: " * 2**19, "+" * 2**20, "M: e2e4 E: " + "9" * 4000 + " B: e2e4"]
+HOSTILE += ["M: e2e4 E: 0." + "7" * 4000 + "x B: e2e4", "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]
+HOSTILE += [text * (4000 // len(text)) + "+0.001+0+0" for text in ("8", "8 ", ".", "/", ".8", "🙂", "\ud800\udfff")]
+HOSTILE += [AFTER + "+0." + "3" * 3900 + "+0+0", "M: \u202ee2e4 E: ٠٫٣ B: e2e4", "\0" * 4096]
 
 
-@pytest.mark.parametrize("name", NASTY)
-def test_hostile_text_takes_milliseconds(name):
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_takes_milliseconds(text):
     for task in policy, environment:
         seconds = []
         for _ in range(3):
             start = time.process_time()
-            assert MALFORMED <= task(NASTY[name]).reward < 1
+            assert MALFORMED <= task(text).reward < 1
             seconds.append(time.process_time() - start)
         assert min(seconds) < 0.01
 
@@ -139,9 +136,7 @@ def test_hostile_text_takes_milliseconds(name):
 # Invariant 13: each part of the reward reaches the gradient
 
 
-@pytest.mark.parametrize("weights", [POLICY_WEIGHTS, ENVIRONMENT_WEIGHTS])
-def test_weights_make_one(weights):
-    assert math.fsum(weights.values()) == pytest.approx(1, abs=1e-12) and min(weights.values()) > 0
+WEIGHTS = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}
 
 
 def group(kind):
@@ -170,13 +165,11 @@ def advantages(kind, credit):
 
 
 @pytest.mark.parametrize("credit", ["piece", "answer"])
-@pytest.mark.parametrize(
-    "kind, name", [("policy", name) for name in POLICY_WEIGHTS] + [("environment", name) for name in ENVIRONMENT_WEIGHTS]
-)
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in WEIGHTS for name in WEIGHTS[kind]])
 def test_a_changed_weight_changes_the_advantages(monkeypatch, kind, name, credit):
-    before = advantages(kind, credit)
-    weights = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}[kind]
-    monkeypatch.setitem(weights, name, 2 * weights[name])
+    before, weight = advantages(kind, credit), WEIGHTS[kind][name]
+    assert weight > 0 and math.fsum(WEIGHTS[kind].values()) == pytest.approx(1, abs=1e-12)
+    monkeypatch.setitem(WEIGHTS[kind], name, 2 * weight)
     assert (advantages(kind, credit) - before).abs().max() > 1e-3
 
 
@@ -213,14 +206,11 @@ def test_each_piece_judges_its_own_words(text_format):
 @pytest.mark.parametrize("fen", FENS)
 @pytest.mark.parametrize("text_format", FORMATS)
 def test_a_perfect_policy_is_worth_one(fen, text_format):
-    moves = list(label(fen))
-    for order in range(4):
-        random.Random(order).shuffle(moves)
+    for moves in label(fen), label(fen)[::-1]:
         result = policy(rewards.policy_completion(fen, moves, text_format), fen, text_format=text_format)
         assert result.reward == 1.0
-        wanted = "structure", "parse", "legal", "top5", "best", "candidates", "candidates_legal"
-        assert all(result.metrics[name] == 1 for name in wanted)
-        assert result.metrics["eval_mae"] == result.metrics["cp_loss"] == 0
+        assert result.metrics.pop("eval_mae") == result.metrics.pop("cp_loss") == 0
+        assert set(result.metrics.values()) == {1.0} and len(result.metrics) == 7
 
 
 def rungs(fen, labels):
@@ -237,7 +227,7 @@ def rungs(fen, labels):
             found[rung] += [answer(moves, numbers, uci, rest) for uci in moves_of_rung]
         text = answer(moves, numbers, best, rest)
         found["structure"] += [text.replace("E: ", "E: 1 ", 1), text.replace("M: ", "M: e9e4 ", 1)]
-        found["structure"] += [answer(moves, ["nan", *numbers[1:]], best, rest), answer(moves, numbers, "", rest and " x")]
+        found["structure"] += [answer(moves, ["nan", *numbers[1:]], best, rest), answer(moves, numbers, "")]
         found["malformed"] += [text[1:], "So " + text, text.replace("E:", ""), text.replace("B:", "b:")]
     return found
 
@@ -310,13 +300,13 @@ def test_candidates():
     def reward(moves):
         return policy(answer(moves, [0.1] * len(moves), five[0])).reward
 
-    # one of the five lost to another legal move, two, one more left out; and a list is worth more than a longer one
+    # each move outside of the five costs, each one left out, each illegal, repeated or further one
     falling = [reward(five), reward(five[:4] + other[:1]), reward(five[:3] + other[:2]), reward(five[:3] + other[:1])]
     assert falling == sorted(falling, reverse=True) and len({*falling}) == 4
     assert reward(five[:4] + ["a1a1"]) < reward(five[:4]) < reward(five)
     assert max(reward(five + five[:1]), reward(five + other[:1])) < reward(five)
     assert reward(five[:1] * 5) < reward(five[:1]) < reward(five[:2])
-    # In expectation a try at a further legal move pays from 20 % on; so neither silence nor repetition is the way.
+    # a try at a further legal move pays from 20 % on, so neither silence nor repetition is the way
     tried = 0.3 * reward(five[:1] + other[:1]) + 0.7 * reward(five[:1] + ["a1a1"])
     assert tried > reward(five[:1]) > reward(five[:1] * 2)
     # the first number given for a repeated candidate counts; few legal moves need few candidates
@@ -359,23 +349,8 @@ def test_the_best_move_is_best_for_the_side_to_move():
 # --- labels that a position lacks come from an engine ---
 
 
-class NoEngine:
-    def label(self, fen):
-        return ()
-
-
-@pytest.fixture
-def fresh_labels():
-    """No label that another test has got is still known."""
-    for cache in rewards.policy_truth, rewards.labeller:
-        cache.cache_clear()
-    yield
-    for cache in rewards.policy_truth, rewards.labeller:
-        cache.cache_clear()
-
-
 @pytest.mark.parametrize("text_format", FORMATS)
-def test_a_position_without_labels_is_labelled_once(monkeypatch, fresh_labels, text_format):
+def test_a_position_without_labels_is_labelled_once(monkeypatch, text_format):
     asked = []
 
     class Fake:
@@ -391,7 +366,7 @@ def test_a_position_without_labels_is_labelled_once(monkeypatch, fresh_labels, t
     assert asked == [START]  # the rows of a group share their position
 
 
-def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch, fresh_labels):
+def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch):
     monkeypatch.setattr(rewards, "Labeller", NoEngine)
     moves = legal_moves(START)
     best = policy(answer(moves[:5], [0] * 5, moves[0]), labels=())
@@ -403,7 +378,7 @@ def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch, fresh_labels):
     assert found == sorted({*found}) and found[-1] < best.reward  # not listed
 
 
-def test_engines_that_fail_leave_a_position_unlabelled(monkeypatch, fresh_labels, tmp_path):
+def test_engines_that_fail_leave_a_position_unlabelled(monkeypatch, tmp_path):
     (tmp_path / "engine").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "engine").chmod(0o755)
     monkeypatch.setenv("STOCKFISH_PATH", str(tmp_path / "engine"))
@@ -412,7 +387,7 @@ def test_engines_that_fail_leave_a_position_unlabelled(monkeypatch, fresh_labels
 
 
 @pytest.mark.needs("stockfish")
-def test_labels_of_stockfish(fresh_labels):
+def test_labels_of_stockfish():
     fen = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
     labels = stockfish.Labeller().label(fen)
     assert labels[0] == ("a1a8", 99999)  # mate
@@ -455,7 +430,7 @@ def test_malformed(text):
     assert policy(text).reward == policy(text, hit_limit=True).reward == environment(text).reward == MALFORMED
 
 
-TAILS = ["+0.001+0+0+", "+0.001+0", "+0.001", "+x+0+0", "++0+0", "+0.001+2+0", "+0.001+0+-0", "+0.001+00+0", "+0.001+0+0x"]
+TAILS = "+0.001+0+0+ +0.001+0 +0.001 +x+0+0 ++0+0 +0.001+2+0 +0.001+0+-0 +0.001+00+0 +0.001+0+0x".split()
 
 
 @pytest.mark.parametrize("tail", TAILS + [f"+{number}+0+0" for number in ODD_NUMBERS])
@@ -473,12 +448,9 @@ def test_text_after_the_last_field_costs():
 
 CASES = {
     "quiet": (START, "e2e4", 0.001, False, False),
-    "castling": (CASTLING, "e8c8", 0.001, False, False),
     "en passant": ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 9", "e5d6", 0.001, False, False),
-    "promotion": ("1r5k/P7/8/8/8/8/8/K7 w - - 3 50", "a7b8r", 0.001, False, False),
     "mate by Black": ("rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2", "d8h4", 1.0, True, False),
     "stalemate": ("7k/8/5QK1/8/8/8/8/8 w - - 0 1", "f6f7", 0.5, True, False),
-    "75 moves": ("7k/8/8/8/8/8/R7/K7 w - - 149 200", "a2b2", 0.5, True, False),
     "illegal": (START, "e2e5", -1.0, False, True),
 }
 
@@ -534,11 +506,13 @@ def test_dots_are_empty_squares_on_the_board_alone():
     st.integers(0, 80),
 )
 def test_a_better_environment_answer_never_scores_lower(fields, reward, terminated, truncated, which, where):
-    def worth(fen=" ".join(fields), reward=reward, terminated=terminated, truncated=truncated):
+    whole = " ".join(fields)
+
+    def worth(fen=whole, reward=reward, terminated=terminated, truncated=truncated):
         return environment(f"{fen}+{reward}+{terminated:d}+{truncated:d}").reward
 
     base, true = worth(), AFTER.replace("/", " ").split(" ")
-    said = " ".join(fields).replace("/", " ").split(" ")
+    said = whole.replace("/", " ").split(" ")
 
     def with_word(word):
         words = said[:which] + [word] + said[which + 1 :]
@@ -551,7 +525,7 @@ def test_a_better_environment_answer_never_scores_lower(fields, reward, terminat
             assert with_word(true[which][:cut] + said[which][cut:]) >= base
     if len(said) > 13:
         assert worth(" ".join(["/".join(said[:8]), *said[8:13]])) >= base
-    assert (worth(AFTER) > base) == (" ".join(fields) != AFTER) and worth(reward="0.001") >= base
+    assert (worth(AFTER) > base) == (whole != AFTER) and worth(reward="0.001") >= base
     assert (worth(terminated=False) > base) == terminated and (worth(truncated=False) > base) == truncated
 
 

@@ -1,17 +1,17 @@
-"""The embedded model: small, open to transformers, fluent."""
+"""The embedded model: small, open to transformers, fluent in both kinds of questions."""
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import data
+import rewards
+import train
 from model import GPT
-from skill import ask, skill
-from tasks import policy_prompt
 
-FOLDER = Path(__file__).parent.parent / "weights" / "tiny"
+FOLDER = Path(rewards.__file__).parent / rewards.start_model()
 
 
 @pytest.fixture(scope="module")
@@ -19,22 +19,38 @@ def tiny():
     return GPT.load(FOLDER)
 
 
-def test_it_is_small_and_opens_in_transformers(tiny):
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 12e6
-    assert 3e6 < sum(p.numel() for p in tiny.parameters()) < 6e6
-    assert tiny.config.n_positions >= 384 and tiny.config.chess_format == "expanded"
-    assert tiny.config.vocab_size == 257 and tiny.tokenizer.eos == tiny.config.eos_token_id == 256
-    prompt = policy_prompt("rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1", "expanded")
+@pytest.fixture(scope="module")
+def questions(tiny):
+    held_out = rewards.load("builtin", tiny.config)[1]
+    return rewards.ask(held_out, 40, random.Random(0), tiny.config)
+
+
+def test_it_is_small_and_opens_in_transformers(tiny, questions):
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 20e6
+    prompt = questions[0].prompt
     ids = AutoTokenizer.from_pretrained(FOLDER)(prompt, return_tensors="pt").input_ids
-    assert ids[0].tolist() == tiny.tokenizer.encode(prompt)
+    assert ids[0].tolist() == tiny.tokenizer.encode(prompt) and tiny.tokenizer.decode(ids[0].tolist()) == prompt
+    assert tiny.tokenizer.eos == tiny.config.eos_token_id < tiny.tokenizer.vocab_size <= tiny.config.vocab_size
     hf = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(tiny(ids), hf(ids).logits, atol=1e-4, rtol=0)
 
 
-def test_it_is_fluent(tiny):
-    held_out = data.split(data.load("builtin"))[1]
-    figures = skill(tiny, ask(held_out, 150, "expanded"), (1.0,))[0]
-    assert figures["policy structure T=1"][0] >= 0.95  # 97 % on all held-out positions, less what 150 leave to chance
-    assert figures["policy legal T=1"][0] >= 0.1
-    assert figures["environment structure T=1"][0] >= 0.9
+def test_ideal_answers_fit_behind_its_prompts(tiny, questions):
+    text_format = rewards.chess_format(tiny.config)
+    for kind, prompt, truth in questions:
+        if kind == "policy":
+            answer = rewards.policy_completion(rewards.contract_board(prompt[3:].strip()), truth, text_format)
+        else:
+            answer = rewards.environment_completion(*truth, text_format)
+        prompt, answer = map(tiny.tokenizer.encode, (prompt, answer))
+        assert len(answer) < rewards.LIMITS[kind] and len(prompt) + len(answer) < tiny.config.n_positions
+
+
+def test_it_is_fluent(tiny, questions):
+    """At temperature 1, so that groups have answers to be told apart."""
+    noise = torch.rand(len(questions), 1, max(rewards.LIMITS.values()), generator=torch.Generator().manual_seed(0))
+    for _, samples in train.sample(tiny, questions, 1, 1.0, noise):
+        assert sum(s.grade.metrics["structure"] for s in samples) >= 0.8 * len(samples) >= 8
+        if samples[0].question.kind == "policy":
+            assert sum(s.grade.metrics["legal"] for s in samples) >= 0.3 * len(samples)
