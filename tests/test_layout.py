@@ -25,7 +25,7 @@ def allowed(file):
     own = {
         "nanorook",
         *([] if folder == "train.py" else ["tools"]),
-        *(["experiments"] if folder == "experiments" else []),
+        *(["experiments", "examples"] if folder == "experiments" else []),
     }
     return own | (FIVE if folder == "experiments" or name in ("doctor", "bench") else FIVE - {"train"})
 

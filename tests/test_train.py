@@ -98,7 +98,7 @@ def test_a_model_too_short_for_its_prompts_is_refused(monkeypatch):
     model.config.n_positions = 5
     monkeypatch.setattr(train, "task", toy)
     with pytest.raises(SystemExit, match="the model's 5 positions leave no room"):
-        train.sample(model, toy.questions(), 2, 1.0, torch.rand(4, 2, 9))
+        train.sample(model, toy.questions(), 2, 1.0, torch.rand(4, 2, 7))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_without_a_reward_all_advantages_are_zero(step, monkeypatch):
 def test_evaluation_is_the_mean_of_the_grades(step, tmp_path):
     model, questions = toy.model(), toy.questions(40)
     figures = train.evaluate(model, questions, tmp_path / "samples.jsonl", 7)
-    noise = torch.rand(40, 1, 9, generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     samples = [s for _, some in train.sample(model, questions, 1, 1.0, noise) for s in some]
     for kind in toy.LIMITS:
         grades = [s.grade for s in samples if s.question.kind == kind]
@@ -295,7 +295,7 @@ def test_metrics_are_means_over_the_answers_of_a_kind():
     samples = [train.Sample(q, t, [], t == "1", toy.grade(q, t)) for q, t in zip(questions, texts)]
     metrics = monitor.by_kind(samples)
     assert metrics["a/characters"] == 1.5 and metrics["b/characters"] == 1
-    assert metrics["a/earned/even"] == pytest.approx(1 / 9) and metrics["a/earned/first"] == pytest.approx(1 / 32)
+    assert metrics["a/earned/even"] == pytest.approx(1 / 7) and metrics["a/earned/first"] == pytest.approx(1 / 32)
     assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
 
 
