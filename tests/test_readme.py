@@ -8,9 +8,9 @@ import pytest
 import train
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+TESTS = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 
 
@@ -21,7 +21,7 @@ def anchors(file):
 
 
 def test_the_readme_and_the_docs_stay_short():
-    assert len(README.splitlines()) <= 220
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
     assert len(list((ROOT / "docs").glob("*.md"))) <= 6
 
 
@@ -32,12 +32,10 @@ def test_lines_are_wrapped(file):
 
 @each_file
 def test_links_lead_somewhere(file):
-    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
-        if not re.match("https?:", link):
-            path, _, anchor = link.partition("#")
-            target = (file.parent / path).resolve() if path else file
-            assert target.exists(), link
-            assert not anchor or anchor in anchors(target), link
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", file.read_text()):
+        path, _, anchor = link.partition("#")
+        target = file.parent / path if path else file
+        assert target.exists() and (not anchor or anchor in anchors(target)), link
 
 
 @each_file
@@ -45,16 +43,18 @@ def test_programs_and_files_exist(file):
     text = file.read_text()
     for name in re.findall(r"(?:-m |`)((?:tools|experiments)\.[a-z_.]+)", text):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
-    for path in re.findall(r"\b(?:tests|tools|experiments|examples|nanorook)/[\w./]+\.(?:py|sh|json)\b", text):
+    for path in re.findall(r"(?<![\w/])(?:tests|tools|experiments|examples|nanorook)/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
+    for test in re.findall(r"`(test_\w+)`", text):
+        assert f"def {test}(" in TESTS, test
 
 
 @each_file
 def test_settings_exist(file):
     text, settings = file.read_text(), {*train.settings.values(), "PYTHON"}
-    for line in re.findall(r"^.*train\.(?:sh|py)\b.*$", text, re.MULTILINE):
+    for line in re.findall(r".*train\.(?:sh|py)\b.*", text):
         assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= settings, line
     if file.parent == ROOT:
-        rows = re.findall(r"^\|([^|]*)\|", text.partition("## The settings that matter")[2].partition("\n## ")[0], re.MULTILINE)
-        named = re.findall(r"`([A-Z_]+)(?:=1)?`", " ".join(rows))
+        table = text.partition("## The settings that matter")[2].partition("\n## ")[0]
+        named = re.findall(r"`([A-Z_]+)(?:=1)?`", " ".join(re.findall(r"\n\|([^|]*)\|", table)))
         assert len(named) > 12 and {*named} <= settings
