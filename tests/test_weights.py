@@ -22,7 +22,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def questions(tiny):
     held_out = rewards.load("builtin", tiny.config)[1]
-    return rewards.ask(held_out, 40, random.Random(0), tiny.config)
+    return rewards.ask(held_out, 24, random.Random(0), tiny.config)
 
 
 def test_it_is_small_and_opens_in_transformers(tiny, questions):
@@ -49,8 +49,9 @@ def test_ideal_answers_fit_behind_its_prompts(tiny, questions):
 
 def test_it_is_fluent(tiny, questions):
     """At temperature 1, so that groups have answers to be told apart."""
+    torch.set_flush_denormal(True)  # as train.py does; conftest.py undoes it
     noise = torch.rand(len(questions), 1, max(rewards.LIMITS.values()), generator=torch.Generator().manual_seed(0))
     for _, samples in train.sample(tiny, questions, 1, 1.0, noise):
-        assert sum(s.grade.metrics["structure"] for s in samples) >= 0.8 * len(samples) >= 8
+        assert sum(s.grade.metrics["structure"] for s in samples) >= 0.8 * len(samples) >= 4
         if samples[0].question.kind == "policy":
             assert sum(s.grade.metrics["legal"] for s in samples) >= 0.3 * len(samples)
