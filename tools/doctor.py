@@ -1,0 +1,300 @@
+"""The doctor: one batch goes through train.py's own functions, and what each of them leaves is checked.
+
+python -m tools.doctor                        with the default settings
+python -m tools.doctor MODEL=mine LR=3e-5     with others, as train.py takes them
+
+A check is ok, or says what is wrong and what to do; the first one that is wrong is usually the cause of the others.
+Nothing is written. Warm-ups count as over: learning rate, KL and rewards are full.
+"""
+
+import copy
+import math
+import random
+import sys
+import textwrap
+from typing import NamedTuple
+
+import torch
+
+from nanorook import settings
+
+if __name__ == "__main__":
+    settings.read_user()  # before train's first setting
+
+import grpo
+import train
+from model import GPT
+from nanorook import monitor, parallel
+from nanorook.positions import DataError
+from nanorook.settings import refuse
+from nanorook.tokenizer import LoadError
+from rollout import distribution, microbatches
+
+STEP = 10**9  # beyond all warm-ups
+UPDATES = 5  # on the same batch
+
+
+class Check(NamedTuple):
+    name: str
+    sentence: str  # what is wrong and what to do; empty where all is well
+    figures: dict
+
+
+def check(name, figures, *wrong):
+    """`wrong`: (condition, sentence) pairs, causes before their consequences; the first that is true is said."""
+    return Check(name, next((sentence for condition, sentence in wrong if condition), ""), figures)
+
+
+def mean(x):
+    return x.float().mean().item()
+
+
+def norm(tensors):
+    return torch.stack([tensor.float().norm() for tensor in tensors if tensor is not None]).norm().item()
+
+
+def examine(model, reference, optimizer, questions):
+    """The checks one by one, as far as the batch gets. `model` is updated."""
+    exact = model.dtype == torch.float32
+    yield (found := weights(model))
+    if found.figures["broken"]:
+        return
+    yield computing(model, questions[0], exact)
+    yield truths(questions)
+    results = train.rollout(model, questions, STEP)
+    for batch, samples in results:
+        yield completions(model, batch, samples)
+    batches = [batch for batch, _ in results]
+    samples = [sample for _, some in results for sample in some]
+    if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
+        return
+    yield rewards(samples)
+
+    # One number for each token, in the order of the microbatches
+    parts = [part for batch in batches for part in microbatches(batch, train.microbatch_tokens(model))]
+
+    @torch.no_grad()
+    def each(function):
+        return torch.cat([function(part)[part.completion_mask].float() for part in parts])  # (tokens,)
+
+    def trained(part):
+        return train.forward(model, part)[0]
+
+    before = each(trained)
+    yield logprobs(model, before, each, trained, 1e-3 if exact else 0.05)
+    if reference is not None:
+        yield divergence(model, reference, before, each, 1e-5 if exact else 1e-3)
+    yield advantages(batches, samples)
+
+    # The update, watched at the optimizer's door
+    old, arrived = copy.deepcopy(model.state_dict()), []
+    kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
+    optimizer.register_step_pre_hook(lambda *_: arrived.append(norm(p.grad for p in model.parameters())))
+    metrics = train.update(model, reference, optimizer, batches, train.KL_COEF)
+    whole, most, limit = metrics["grad_norm"], max(arrived, default=math.nan), train.MAX_GRAD_NORM
+    yield check(
+        "gradient", {"norm": whole, "at the optimizer": most, "skipped": metrics["skipped"]},
+        (metrics["skipped"], "It was not finite, so no update was made: see the checks above, or use DTYPE=float32."),
+        (whole == 0, "It is 0, so nothing can be learnt from this batch: look at rewards and advantages."),
+        (most > 1.001 * limit, f"A norm of {most:.4g} reaches the optimizer, above MAX_GRAD_NORM={limit:g}: clip it."),
+        (whole > 10 * limit, f"Its norm of {whole:,.0f} is clipped to {limit:g}: the weights are safe, but few tokens "
+         f"decide where they go; look at rewards and KL, or lower KL_COEF={train.KL_COEF:g}."),
+    )  # fmt: skip
+    change = norm(tensor - old[name] for name, tensor in model.state_dict().items())
+    moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
+    yield check(
+        "update", {"lr": train.LR, "change": change, "relative": change / norm(old.values())},
+        (metrics["broken"], f"It left weights that are not finite: lower LR={train.LR:g}."),
+        (moved, "The reference moved with the policy, as they share weights, so KL says nothing: make it a copy."),
+        (change == 0, f"The weights did not move: look at LR={train.LR:g}, and whether the optimizer holds them."),
+    )  # fmt: skip
+    if metrics["broken"]:
+        return
+    first = mean(grpo.kl(before, now := each(trained), torch.ones_like(now), "k3"))
+    for _ in range(UPDATES - 1):
+        train.update(model, reference, optimizer, batches, train.KL_COEF)
+    gain = mean((each(trained) - before) * each(lambda part: part.advantages))
+    yield check(
+        "learning", {"updates": UPDATES, "KL of the first": first, "gain": gain},
+        (first > train.KL_DIVERGENCE_THRESHOLD,
+         f"One update moved the policy by a KL of {first:.4g} a token: lower LR={train.LR:g}."),
+        (not gain > 0, f"Better answers did not become likelier in {UPDATES} updates on this batch: look for a wrong "
+         f"sign, or lower LR={train.LR:g}."),
+    )  # fmt: skip
+
+
+def weights(model):
+    state = model.state_dict()
+    broken = sum(not tensor.isfinite().all() for tensor in state.values())
+    figures = {"parameters": sum(p.numel() for p in state.values()), "norm": norm(state.values()), "broken": broken}
+    return check(
+        "weights", figures,
+        (broken, f"{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
+        (not any(tensor.any() for name, tensor in state.items() if name.endswith("bias")),
+         f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def computing(model, question, exact):
+    """This machine's forward against the same in float64, and against itself."""
+    ids = torch.tensor([model.tokenizer.encode(question.prompt)])
+    double = copy.deepcopy(model).to("cpu", torch.float64).use(torch.float64)(ids).log_softmax(-1)
+    first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
+    error, change, bound = mean((first - double).abs()), (again - first).abs().max().item(), 1e-3 if exact else 0.1
+    return check(
+        "computing", {"error": error, "bound": bound, "asked again": change},
+        (change > bound / 10, f"Asked again, the forward differs by {change:.4g}: remove dropout or other chance."),
+        (not error < bound, f"Logprobs are {error:.4g} from those in float64: products in {str(model.dtype)[6:]} are "
+         "wrong or too coarse on this machine; use DTYPE=float32."),
+    )  # fmt: skip
+
+
+def truths(questions):
+    known = [question for question in questions if question.truth]
+    kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
+    stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
+    return check(
+        "questions", {"count": len(questions), "with a truth": len(known), **kinds},
+        (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
+        (len(known) < len(questions), f"Only {len(known)} of {len(questions)} have a known truth, so right answers go "
+         "unpaid: install Stockfish, or use tools.label."),
+    )  # fmt: skip
+
+
+def completions(model, batch, samples):
+    tokenizer, kind = model.tokenizer, samples[0].question.kind
+    rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
+    metrics = monitor.means([s.grade.metrics for s in samples])
+    nats, chance = -mean(batch.rollout_logprobs[batch.completion_mask]), math.log(model.config.vocab_size)
+    expected, cut = len(batch.prompts) * train.GROUP_SIZE, sum(s.hit_limit for s in samples) / len(samples)
+    ends = sum(row[-1:].count(tokenizer.eos) != row.count(tokenizer.eos) or row.count(tokenizer.eos) == s.hit_limit
+               for row, s in zip(rows, samples))  # fmt: skip
+    foreign = sum(tokenizer.decode(row) != s.text for row, s in zip(rows, samples))
+    figures = {"count": len(rows), "tokens": sum(map(len, rows)), "nats": nats, "hit_limit": cut, **metrics}
+    structure = metrics.get("structure", 1.0)
+    return check(
+        f"{kind} completions", figures,
+        (len(rows) != expected, f"There are {len(rows)} instead of {expected}: GROUP_SIZE={train.GROUP_SIZE} does not "
+         "reach the sampler."),
+        (ends, f"The mask of {ends} does not end with their one end token, which goes untrained: use lengths."),
+        (foreign, f"The tokens of {foreign} are not the text that was graded: keep the ids, make none from text."),
+        (structure < 0.2 and nats > 0.8 * chance, f"This is random text ({nats:.1f} nats a token, as by chance): "
+         f"MODEL={train.MODEL} was never loaded or trained."),
+        (cut > 0.2, f"{cut:.0%} run into the limit of {train.task.LIMITS[kind]} tokens: raise it if good answers are "
+         "longer, else pretrain with the end token."),
+        (structure < 0.2, f"Only {structure:.0%} have the structure of an answer: check the text format in "
+         "config.json, or pretrain first."),
+    )  # fmt: skip
+
+
+def rewards(samples):
+    values = torch.tensor([s.grade.reward for s in samples])
+    least, most, different = values.min().item(), values.max().item(), len((values * 1e6).round().unique())
+    apart = max(abs(s.grade.reward - sum(value for _, value, _ in s.grade.pieces)) for s in samples)
+    capped = mean(values > most - 1e-6)
+    figures = {"mean": mean(values), "std": values.std().item(), "min": least, "max": most}
+    return check(
+        "rewards", figures | {"different": different},
+        (not values.isfinite().all(), "A reward is NaN or infinite: find the completion that grade() cannot read."),
+        (apart > 1e-4, f"The pieces of an answer differ from its reward by {apart:.4g}: they have to add up to it."),
+        (most < 0, f"Every reward is negative, the best is {most:g}: pay for each right part instead of a cliff."),
+        (max(-least, most) > 10, f"They go from {least:g} to {most:g}, so a few rows outweigh the others: scale them."),
+        (different == 1, f"Every reward is {most:g}, so there is no gradient: penalise by a factor, not by a cap."),
+        (different == 2 < len(values) / 2, f"They are {least:g} or {most:g}, which leaves groups without variance: "
+         "grade in steps."),
+        (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}, which hides the better ones: "
+         "penalise by a factor, not by a cap."),
+    )  # fmt: skip
+
+
+def logprobs(model, before, each, trained, bound):
+    sampled = each(lambda part: part.rollout_logprobs)
+    gap, again = mean((before - sampled).abs()), mean((each(trained) - before).abs())
+
+    def under(*filters):
+        """How far the recorded logprobs are from the distribution as rollout.py has it, whatever train.forward does."""
+
+        def of(part):
+            logits = model.score(part.prompts, part.prompt_lengths, part.tokens)
+            return distribution(logits, *filters, keep=part.tokens).gather(-1, part.tokens[..., None])[..., 0]
+
+        return mean((each(of) - sampled).abs())
+
+    filters = train.TEMPERATURE, train.TOP_K, train.TOP_P
+    names = "TEMPERATURE={:g}, TOP_K={} or TOP_P={:g}".format(*filters)
+    wrong = not gap < bound
+    return check(
+        "logprobs", {"sampling": mean(sampled), "training": mean(before), "gap": gap, "bound": bound},
+        (not before.isfinite().all(), "Training gives NaN or infinity from finite weights: use DTYPE=float32."),
+        (again > bound / 10, "Asked again, the training forward gives other numbers: remove dropout or other chance."),
+        (wrong and under(*filters) < bound, f"Training leaves out {names}: train the distribution that is sampled."),
+        (wrong and under() < bound, f"Sampling leaves out {names}: hand them on to it."),
+        (wrong, f"Sampling and training disagree by {gap:.4f} nats a token: look for other weights or token ids on one "
+         "side; if it is rounding, use DTYPE=float32."),
+    )  # fmt: skip
+
+
+def divergence(model, reference, before, each, bound):
+    referred = each(lambda part: train.reference_logprobs(reference, part))
+    kl = mean(grpo.kl(before, referred, torch.ones_like(before), "k3"))
+    pairs = zip(model.state_dict().values(), reference.state_dict().values())
+    differ = sum(not torch.equal(a.to(b.device, model.dtype), b.to(model.dtype)) for a, b in pairs)
+    start = f"It is {kl:.4g} a token before any update, "
+    return check(
+        "KL", {"per token": kl, "tensors that differ": differ},
+        (not kl < bound and differ, f"{start}and {differ} tensors are not the policy's: the reference is not the start "
+         "model, so copy it from there."),
+        (not kl < bound, f"{start}with equal weights: look for dropout, another precision or another temperature on "
+         "one side, and do not raise the threshold."),
+    )  # fmt: skip
+
+
+def advantages(batches, samples):
+    values = torch.cat([batch.advantages[batch.completion_mask] for batch in batches]).float()
+    groups = torch.tensor([s.grade.reward for s in samples]).view(-1, train.GROUP_SIZE)
+    still = mean(grpo.constant(groups))
+    spread = (groups - groups.mean(1, keepdim=True)).abs().max().clamp(min=1e-9)
+    amplified = (values.abs().max() / spread.to(values.device)).item()
+    figures = {"std": values.std().item(), "min": values.min().item(), "max": values.max().item()}
+    return check(
+        "advantages", figures | {"frac_zero_std": still},
+        (still > 0.5, f"{still:.0%} of groups have one reward only and teach nothing: grade in steps."),
+        (amplified > 20, f"SCALE_REWARDS={train.SCALE_REWARDS} makes the differences of near-constant rewards "
+         f"{amplified:.0f} times as large, which turns noise into signal: use none."),
+    )  # fmt: skip
+
+
+def show(found):
+    figures = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in found.figures.items())
+    head = f"{found.name:24}{'WRONG' if found.sentence else 'ok':7}"
+    print(textwrap.fill(head + figures, 110, subsequent_indent=" " * 31), flush=True)
+    if found.sentence:
+        print(textwrap.fill(found.sentence, 110, initial_indent=f"{'':24}-> ", subsequent_indent=" " * 27), flush=True)
+
+
+def main():
+    settings.finish()
+    device = parallel.start(train.device_of(train.DEVICE), 1)
+    torch.set_flush_denormal(True)  # as train.main
+    dtype = monitor.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
+    model = GPT.load(train.MODEL or train.task.start_model()).to(device).use(dtype)
+    items, _ = train.task.load(train.DATA, model.config)
+    if len(items) < train.BATCH_POSITIONS:
+        refuse(f"DATA={train.DATA} has {len(items)} items, fewer than BATCH_POSITIONS={train.BATCH_POSITIONS}.")
+    questions = train.task.ask(items, train.BATCH_POSITIONS, random.Random(train.SEED), model.config)
+    reference = train.make_reference(model, device, dtype) if train.KL_COEF else None
+    checks = []
+    for found in examine(model, reference, train.make_optimizer(model), questions):
+        checks.append(found)
+        show(found)
+    wrong = [found.name for found in checks if found.sentence]
+    print(f"\nwrong: {', '.join(wrong)}" if wrong else f"\nall {len(checks)} checks are ok")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (LoadError, DataError) as error:
+        refuse(str(error))
