@@ -1,49 +1,44 @@
 """The incident gallery: each failure that a run is protected from, really run next to the default, as one picture.
 
-    python -m experiments.incidents OUT [--only NAME ...] [--steps N]          # about eight minutes of one core
-    python -m experiments.incidents OUT --redraw experiments/incidents.json    # pictures and tables, nothing is run
+    python -m experiments.incidents OUT [--only NAME ...] [--steps N]              about eight minutes of one core
 
-Every run is train.main() in this process, with small batches. What no setting brings back is a patch of a few lines.
-OUT gets incidents.json, which has all that the curves show, and NAME.png; the tables of docs/incidents.md are printed.
+Every run is train.main() in this process, with the embedded model and small batches. What no setting brings back is a
+patch of a few lines. OUT gets NAME.png and incidents.json, which has all that the curves show; tables are printed.
 """
 
 import argparse
-import contextlib
+import dataclasses
 import functools
-import io
-import json
 import math
 import re
-import tempfile
 from pathlib import Path
-from unittest import mock
 
 import matplotlib
-import torch
-import torch.nn.functional as F
 
 matplotlib.use("Agg")  # a file, no window
 import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
 
-import checkpoint
-import data
 import grpo
 import rewards
-import skill
+import rollout
 import train
+from experiments.seeds import write
+from experiments.variants import run_here
 from model import GPT
-from monitor import describe
-from tools.plots import short
+from nanorook import monitor
 
-SMALL = dict(BATCH_POSITIONS=8, GROUP_SIZE=4, MIX_ENV_RATIO=0.0, MAX_NEW_TOKENS=80, DTYPE="float32", SEED=0)
-SMALL |= dict(TEMPERATURE=1.0, ENTROPY_COEF=-0.035, LR=3e-4, GAINS_LR_FACTOR=24.0, LAST_GAINS_LR_FACTOR=400.0)
-SMALL |= dict(WARMUP_STEPS=0, LR_SCHEDULE="constant", EVAL_EVERY=0, EVAL_POSITIONS=1, SAVE_EVERY=1000)
-FEW, SGD = dict(BATCH_POSITIONS=4), dict(BATCH_POSITIONS=4, LR=3e-3)
-PLAIN = dict(CREDIT="answer", KL_COEF=0.0, ENTROPY_COEF=0.0)  # only the answers' rewards have a gradient
+SMALL = dict(BATCH_POSITIONS=8, GROUP_SIZE=4, LR=1e-4, WARMUP_STEPS=0, LR_SCHEDULE="constant", DTYPE="float32")
+SMALL |= dict(EVAL_EVERY=0, SAVE_EVERY=1000)
+SHORT = [(rewards, "MIX_ENV_RATIO", 0.0), (rewards, "LIMITS", {"policy": 80, "environment": 80})]
+SHORT += [(train, "evaluate", lambda *_: {})]
+PLAIN = dict(CREDIT="answer", KL_COEF=0.0)  # rewards of whole answers are all that has a gradient
+SGD = dict(LR=3e-3)
 UNLIMITED = dict(MAX_GRAD_NORM=1e30, CLIP_RANGE=1.0, CLIP_RANGE_HIGH=1e30, KL_DIVERGENCE_THRESHOLD=1e30)
 
-load, positions, build = GPT.load, functools.cache(data.load), train.build
-grade, generate, policy_loss = rewards.grade, skill.generate, grpo.policy_loss
+load, grade, generate, policy_loss = GPT.load, rewards.grade, rollout.generate, grpo.policy_loss
+items = functools.cache(lambda source, load=rewards.load: load(source, None))  # read once for all runs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The old bugs
@@ -56,40 +51,40 @@ def far(logprobs, old_logprobs, *args, **kwargs):
 
 def sgd(model):
     """Without Adam, which divides a gradient by its own size."""
-    return torch.optim.SGD([{"params": [p for p in model.parameters() if p.requires_grad], "factor": 1}], lr=train.LR)
+    return torch.optim.SGD(model.parameters(), lr=train.LR)
 
 
-def deaf(model, prompts, group_size, limit, temperature, top_k, top_p, eos, *chance):
+def endless(model, *args):
     """The sampler watches for another end token than the model's, so every completion runs to its limit."""
-    return generate(model, prompts, group_size, limit, temperature, top_k, top_p, -1, *chance)
+    model.config = dataclasses.replace(model.config, eos_token_id=-1)  # of the sampler alone
+    return generate(model, *args)
 
 
-def capped(prompt, completion, labels, truncated, **kwargs):
+def capped(question, text, hit_limit, step):
     """What hits its limit is worth 0.05 at most."""
-    reward, parts = grade(prompt, completion, labels, truncated, **kwargs | {"runaway_multiplier": 1.0})
-    return rewards.Grade(min(reward, 0.05) if truncated else reward, parts)
+    found = grade(question, text, False, step)
+    return found._replace(reward=min(found.reward, 0.05)) if hit_limit else found
 
 
-def cliff(*args, **kwargs):
+def cliff(*args):
     """1 for the engine's best move, -1 for anything else."""
-    parts = grade(*args, **kwargs).parts
-    return rewards.Grade(1.0 if parts.get("best") else -1.0, parts)
+    found = grade(*args)
+    return found._replace(reward=1.0 if found.metrics.get("best") else -1.0)
 
 
-def blind(prompt, completion, labels, truncated, **kwargs):
+def blind(question, text, hit_limit, step):
     """A verifier that looks for an answer at the beginning of the text and does not see how, or whether, it ends."""
-    found = re.match(r"M: .*? B: [a-h][1-8][a-h][1-8]", completion)
-    reward = grade(prompt, found[0] if found else completion, labels, False).reward
-    return rewards.Grade(reward, grade(prompt, completion, labels, truncated).parts)
+    answer = re.match(r"M: .*? B: [a-h][1-8][a-h][1-8]", text)
+    return grade(question, answer[0] if answer else text, False, step)
 
 
-def dropout():
+def dropout(source):
     """GPT-2's 0.1 on what a layer adds, in the policy while it learns; its sampler and its reference have none."""
-    model, reference, optimizer = build()
+    model = load(source)
     for block in model.h:
         for layer in (block.attn.c_proj, block.mlp["c_proj"]):
             layer.register_forward_hook(lambda layer, x, y: F.dropout(y, 0.1))
-    return model, reference, optimizer
+    return model
 
 
 def never_loaded(source):
@@ -111,7 +106,7 @@ def noisy(source):
 
 
 def reluctant(source):
-    """A start model that ends an answer half of the time: its end token has a fifth of its logit."""
+    """A start model that often misses the end of its answer: its end token has a fifth of its logit."""
     model = load(source)
     with torch.no_grad():
         model.wte.weight[model.tokenizer.eos] *= 0.2
@@ -119,84 +114,66 @@ def reluctant(source):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The gallery: name -> title, steps, what the panels show, and the runs: settings that differ from SMALL, and patches
+# The gallery: name -> title, steps, what the panels show, and the runs: settings that differ from SMALL, and patches.
+# The first run fails, the last one is the default.
 
-FAR, SGD_STEP, DEAF = (grpo, "policy_loss", far), (train, "optimizer_for", sgd), (skill, "generate", deaf)
-NOISY, RELUCTANT = (GPT, "load", noisy), (GPT, "load", reluctant)
+FAR, PLAIN_SGD, ENDLESS = (grpo, "policy_loss", far), (train, "make_optimizer", sgd), (train, "generate", endless)
+CAPPED, CLIFF, BLIND = ((rewards, "grade", bug) for bug in (capped, cliff, blind))
+DROPOUT, NEVER_LOADED, NOISY, RELUCTANT = ((GPT, "load", bug) for bug in (dropout, never_loaded, noisy, reluctant))
 INCIDENTS = {
     "explosion": ("Gradient explosion", 8, ("grad_norm", "reward", "kl"), {
-        "no limits": (SGD | UNLIMITED, [FAR, SGD_STEP]),
-        "no limits, AdamW": (FEW | UNLIMITED, [FAR]),
-        "default limits": (SGD, [FAR, SGD_STEP]),
+        "no limits": (SGD | UNLIMITED, [FAR, PLAIN_SGD]),
+        "no limits, AdamW": (UNLIMITED, [FAR]),
+        "default limits": (SGD, [FAR, PLAIN_SGD]),
     }),
     "collapse": ("Zero-gradient collapse", 8, ("frac_zero_std", "grad_norm", "reward"), {
-        "hard cap": (PLAIN, [DEAF, (skill, "grade", capped)]),
-        "hard cap, CREDIT=word": (PLAIN | {"CREDIT": "word"}, [DEAF, (skill, "grade", capped)]),
-        "default penalty": (PLAIN, [DEAF]),
+        "hard cap": (PLAIN, [ENDLESS, CAPPED]),
+        "hard cap, CREDIT=piece": (PLAIN | {"CREDIT": "piece"}, [ENDLESS, CAPPED]),
+        "default penalty": (PLAIN, [ENDLESS]),
     }),
     "cliff": ("Cliff rewards", 10, ("frac_zero_std", "grad_norm", "structure"), {
-        "best move or nothing": (PLAIN, [NOISY, (skill, "grade", cliff)]),
+        "best move or nothing": (PLAIN, [NOISY, CLIFF]),
         "default rewards": (PLAIN, [NOISY]),
     }),
-    "dropout": ("KL explosion", 6, ("kl", "kl_sequence", "logprob_gap"), {
-        "dropout 0.1": (FEW, [(train, "build", dropout)]),
-        "default": (FEW, []),
+    "dropout": ("KL explosion", 6, ("kl", "logprob_gap", "reward"), {
+        "dropout 0.1": ({}, [DROPOUT]),
+        "default": ({}, []),
     }),
     "random": ("Random weights", 6, ("reward", "structure", "frac_zero_std"), {
-        "never loaded": (FEW, [(GPT, "load", never_loaded)]),
-        "default": (FEW, []),
+        "never loaded": ({}, [NEVER_LOADED]),
+        "default": ({}, []),
     }),
-    "filibuster": ("Filibuster", 24, ("runaway", "length", "reward"), {
-        "truncation not seen": (PLAIN, [RELUCTANT, (skill, "grade", blind)]),
+    "filibuster": ("Filibuster", 24, ("hit_limit", "length", "reward"), {
+        "truncation not seen": (PLAIN, [RELUCTANT, BLIND]),
         "default settings": ({}, [RELUCTANT]),
         "default penalty": (PLAIN, [RELUCTANT]),
     }),
 }  # fmt: skip
-LABELS = {
-    "grad_norm": "gradient norm before clipping", "reward": "reward", "kl": "KL per token",
-    "kl_sequence": "KL per completion", "frac_zero_std": "zero-variance share", "structure": "well-formed share",
-    "runaway": "truncated share", "length": "length (tokens)", "logprob_gap": "sampling gap (nats a token)",
-}  # fmt: skip
 
 
 def run(steps, settings, patches):
-    """(the metrics of each step, what the program had to say against it). A refusal is written down and overruled."""
-    words, first_look, settings = [], train.first_look, SMALL | settings | {"STEPS": steps}
+    """(the metrics of each step, what the program said against it). Its refusals to start are overruled."""
+    words = []
 
-    def overruled(*args):
-        try:
-            first_look(*args)
-        except SystemExit as refusal:
-            words.append(f"refused: {refusal}")
+    def overruled(message):
+        words.append(message)
+        if message.startswith("the run failed"):
+            raise SystemExit(message)
 
-    quiet = {"finish": lambda: None, "look": lambda *_: {}, "plot": lambda _: None, "write_report": lambda _: None}
-    limits = {"TASKS": dict.fromkeys(train.TASKS, settings["MAX_NEW_TOKENS"])}
-    patches = [*patches, (data, "load", positions), (checkpoint, "leave_after_this_step", list)]
-    patches += [(checkpoint, "save", lambda *_: None), (GPT, "save", lambda *_: None)]  # nobody reads them
-    with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as stack:
-        changes = settings | limits | quiet | {"first_look": overruled, "OUT_DIR": out}
-        for patch in [*patches, *((train, *change) for change in changes.items())]:
-            stack.enter_context(mock.patch.object(*patch))
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                train.main()
-        except SystemExit as end:
-            words.append(f"stopped: {end}")
-        return [json.loads(line) for line in open(f"{out}/metrics.jsonl")], words
+    patches = [*SHORT, *patches, (train, "refuse", overruled), (rewards, "load", lambda source, config: items(source))]
+    return run_here(rewards, SMALL | settings | {"STEPS": steps}, patches)[0], words
 
 
 def record(name, steps):
     """What incidents.json keeps of an incident."""
     title, usual, panels, runs = INCIDENTS[name]
-    about = {"title": title, "shared": SMALL} | describe("python -m experiments.incidents", "cpu", torch.float32)
-    about["command"] = f"python -m experiments.incidents OUT --only {name}"  # wherever OUT was
     found = {}
     for label, (settings, patches) in runs.items():
         rows, words = run(steps or usual, settings, patches)
-        curves = {panel: [float(f"{row[panel]:.5g}") for row in rows] for panel in panels}
-        bugs = {f"{where.__name__}.{what}": f"{bug.__name__}: {bug.__doc__}" for where, what, bug in patches}
+        curves = {panel: [float(f"{row.get(panel, math.nan):.5g}") for row in rows] for panel in panels}
+        bugs = [f"{bug.__name__}: {bug.__doc__}" for *_, bug in patches]
         found[label] = {"settings": settings, "patches": bugs, "words": words, "curves": curves}
-    return about | {"runs": found}
+    return {"title": title, "shared": SMALL, "runs": found}
 
 
 def draw(incident, path):
@@ -209,7 +186,7 @@ def draw(incident, path):
         values = [value for curve in curves.values() for value in curve]
         if min(values) > 0 and max(values) > 100 * min(values):
             axis.set_yscale("log")
-        axis.set(title=LABELS[panel], xlabel="step")
+        axis.set(title=panel, xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.suptitle(incident["title"])
@@ -218,15 +195,12 @@ def draw(incident, path):
 
 
 def table(incident):
-    """The first step → the last, and the range of all where these are not its ends."""
+    """The first step → the last, and the range of all."""
     panels = next(iter(incident["runs"].values()))["curves"]
-    lines = [f"| | {' | '.join(LABELS[panel] for panel in panels)} |", "| --- |" + " ---: |" * len(panels)]
-    for label, run in incident["runs"].items():
-        cells = []
-        for curve in run["curves"].values():
-            ends, extremes = {curve[0], curve[-1]}, {min(curve), max(curve)}
-            between = "" if extremes == ends else f" ({short(min(curve))} to {short(max(curve))})"
-            cells.append(f"{short(curve[0])} → {short(curve[-1])}{between}")
+    lines = [f"| {incident['title']} | {' | '.join(panels)} |", "| --- |" + " ---: |" * len(panels)]
+    for label, found in incident["runs"].items():
+        curves = found["curves"].values()
+        cells = [f"{c[0]:.3g} → {c[-1]:.3g} ({min(c):.3g} to {max(c):.3g})" for c in curves]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -236,20 +210,14 @@ def main():
     p.add_argument("out", type=Path)
     p.add_argument("--only", nargs="+", choices=INCIDENTS, default=list(INCIDENTS), metavar="NAME")
     p.add_argument("--steps", type=int, help="of every run, instead of each incident's own number")
-    p.add_argument("--redraw", type=Path, metavar="FILE", help="an incidents.json: nothing is run")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    file = a.out / "incidents.json"
-    if a.redraw and not a.redraw.is_file():
-        p.error(f"{a.redraw} is not there; without --redraw the gallery is run.")
-    known = a.redraw or file
-    found = json.loads(known.read_text()) if known.exists() else {}
+    found = {"about": monitor.describe("python -m experiments.incidents", "cpu", torch.float32)}
     for name in a.only:
-        if not a.redraw:
-            found[name] = record(name, a.steps)
-            file.write_text(json.dumps(found, indent=1) + "\n")
+        found[name] = record(name, a.steps)
+        write(a.out / "incidents.json", found)
         draw(found[name], a.out / f"{name}.png")
-        print(f"{found[name]['title']}\n\n{table(found[name])}\n", flush=True)
+        print(f"{table(found[name])}\n", flush=True)
 
 
 if __name__ == "__main__":

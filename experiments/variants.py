@@ -62,7 +62,7 @@ COLUMNS = {  # of the table, in percent but for the entropy
 def run_here(task, settings, patches=()):
     """(the metrics of each step, the trained model) of train.main() in this process, in a folder that is deleted.
 
-    patches: (object, name, value) for what no setting changes. A refusal raises SystemExit, as for a user.
+    patches: (object, name, value) for what no setting changes. A run that was refused has no model: None.
     """
     models = []
     changes = {**settings, "task": task, "TASK": task.__file__, "finish_run": lambda model, out: models.append(model)}
@@ -72,15 +72,15 @@ def run_here(task, settings, patches=()):
         for patch in [*fixed, *((train, *change) for change in (changes | {"OUT_DIR": out}).items()), *patches]:
             stack.enter_context(mock.patch.object(*patch))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        train.main()
-        return [json.loads(line) for line in open(f"{out}/metrics.jsonl")], models[0]
+        with contextlib.suppress(SystemExit):
+            train.main()
+        return [json.loads(line) for line in open(f"{out}/metrics.jsonl")], models[0] if models else None
 
 
 def measure(settings):
     """What the file keeps of one run; None where it was refused."""
-    try:
-        rows, model = run_here(letters, SHARED | {"EVAL_POSITIONS": 1} | settings)
-    except SystemExit:
+    rows, model = run_here(letters, SHARED | {"EVAL_POSITIONS": 1} | settings)
+    if model is None:
         return None
     exam = letters.ask(letters.load("", model.config)[1], 400, random.Random(0), model.config)
     with mock.patch.object(train, "TEMPERATURE", 1.0), mock.patch.object(train, "task", letters):
