@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-import data
-from tests.test_tokenizer import chess_lines
+from nanorook import positions
+from test_tokenizer import chess_lines
 from tools.evaluate import ENVIRONMENT, POLICY
 
 ROOT = Path(__file__).parent.parent
-PAIRS = [f"{stage}-{model}" for stage in ("pretrain", "before", "grpo", "after") for model in ("tiny", "gpt2")]
-STAGES = ["label", *PAIRS, "bench"]
+PRETRAINING = [f"{stage}-{model}" for model in ("tiny", "gpt2") for stage in ("pretrain", "decay")]
+PAIRS = [f"{stage}-{model}" for stage in ("before", "grpo", "after") for model in ("tiny", "gpt2")]
+STAGES = ["label", *PRETRAINING, *PAIRS, "bench"]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,7 @@ def wait_for(path, process):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("stockfish")
 def test_from_labels_to_tables_through_two_kills(env, tmp_path):
     out = tmp_path / "gpu"
     env = env | {"OUT": str(out)}
@@ -62,10 +64,13 @@ def test_from_labels_to_tables_through_two_kills(env, tmp_path):
     assert third.returncode == 0, third.stderr
     for stage in STAGES:
         assert (out / f"{stage}.done").read_text().strip() == "finished", stage
-    assert third.stdout.count("finished before") == 2  # label and pretrain-tiny, by the first two calls
+    assert third.stdout.count("finished before") == 3  # label and pretraining of tiny, by the first two calls
     assert "resumed" in (out / "pretrain-tiny.log").read_text()
     assert "goes on from there" in (out / "pretrain-gpt2.log").read_text()  # it was asked to stop, and saved
     assert "resumed" in (out / "pretrain-gpt2.log").read_text()
+    for model in ("tiny", "gpt2"):  # in the last sixth of all steps the learning rate falls
+        seen = [json.loads(line)["step"] for line in (out / model / "skill.jsonl").read_text().splitlines()]
+        assert max(seen) == 6 * int((out / f"{model}.decay").read_text())
 
     for model in ("tiny", "gpt2"):
         before = json.loads((out / f"before-{model}.json").read_text())
@@ -73,7 +78,7 @@ def test_from_labels_to_tables_through_two_kills(env, tmp_path):
         assert len(before["models"]) == 1 and len(after["models"]) == 2
         for skill in (*before["models"].values(), *after["models"].values(), after["difference"]):
             for temperature in ("T=0", "T=1"):
-                assert {"policy", "environment", "self-play", "closed loop"} <= set(skill[temperature])
+                assert {"policy", "environment", "self-play"} <= set(skill[temperature])
                 assert set(POLICY) <= set(skill[temperature]["policy"])
                 assert set(ENVIRONMENT) <= set(skill[temperature]["environment"])
         metrics = [json.loads(line) for line in (out / f"grpo-{model}" / "metrics.jsonl").read_text().splitlines()]
@@ -82,7 +87,8 @@ def test_from_labels_to_tables_through_two_kills(env, tmp_path):
     assert formats == ["expanded", "rookworld"]
     assert json.loads((out / "bench.json").read_text())["workloads"]["W4"]["ours"]
     summary = (out / "summary.md").read_text()
-    assert summary.count("GRPO: 2 steps, ") == 2 and summary.count("| policy: legal | ") == 2
+    assert summary.count("GRPO: 2 steps, ") == 2 and summary.count("| policy: legal move | ") == 2
+    assert "## W4 whole step" in summary
     assert re.findall(r"^- (\S+): finished, \d+ s$", summary, re.M) == STAGES
 
     logs = {log: log.stat().st_mtime_ns for log in out.glob("*.log")}
@@ -92,12 +98,13 @@ def test_from_labels_to_tables_through_two_kills(env, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("stockfish")
 def test_labels_cut_by_their_limit_are_used(env, tmp_path):
     """What Stockfish had labelled stays; half a unit, as a kill leaves it, does not."""
     (tmp_path / "slow").write_text('#!/bin/sh\n[ "$1" = -m ] && exec sleep 60\nexec "$REAL" "$@"\n')
     (tmp_path / "slow").chmod(0o755)
-    few = data.split(data.load("builtin"))[0][:3]
-    lines = [data.write_position(position) + "\n" for position in few]
+    few = positions.split(positions.load("builtin"))[0][:3]
+    lines = [positions.write_position(position) + "\n" for position in few]
     partial = '{"nodes": 1}\n' + lines[0] + "# unit 0\n# unit 1\n" + lines[1] + "# unit 2\n" + lines[2][:-3]
     (tmp_path / "positions.txt.gz.partial").write_text(partial)
     run = script(env, "label", OUT=str(tmp_path), MINUTES="0.5", PYTHON=str(tmp_path / "slow"), REAL=sys.executable)

@@ -20,7 +20,8 @@ fail() {
     exit 1
 }
 
-stages="label pretrain-tiny pretrain-gpt2 before-tiny before-gpt2 grpo-tiny grpo-gpt2 after-tiny after-gpt2 bench"
+stages="label pretrain-tiny decay-tiny pretrain-gpt2 decay-gpt2 before-tiny before-gpt2 grpo-tiny grpo-gpt2"
+stages+=" after-tiny after-gpt2 bench"
 chosen=("$@")
 for name in "$@"; do
     [[ " $stages" == *" $name"* ]] || fail "$name is no stage; there are: $stages."
@@ -35,7 +36,7 @@ flock -w 10 9 || fail "$OUT is in use by another run, or by what one has left; w
 # ----------------------------------------------------------------------------------------------------------------------
 # What has to be there. Wheels are unpacked rather than installed: a bare machine may have no pip.
 
-packages="chess tiktoken safetensors rapidfuzz tqdm numpy matplotlib"
+packages="chess tiktoken safetensors rapidfuzz tqdm numpy"
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH}
 missing() {
     "$PYTHON" -c "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])" "$@"
@@ -61,12 +62,12 @@ fi
 [ -n "${GPT2_TOKENIZER:-}" ] || [ ! -e "$carried/gpt2/vocab.json" ] || GPT2_TOKENIZER=$carried/gpt2
 "$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
 import sys
-from engine import find_stockfish
-from tokenizer import LoadError, Tokenizer
+from nanorook import stockfish
+from nanorook.tokenizer import LoadError, Tokenizer
 
 folder, tiny, positions = sys.argv[1:]
-if not positions:  # without labels to make, only the judge of cp_loss would be missing
-    find_stockfish()
+if not positions:  # without labels to make, only the judge of moves would be missing
+    stockfish.require()
 try:
     Tokenizer.load(folder) if folder else Tokenizer.gpt2()
 except LoadError as error:
@@ -123,31 +124,38 @@ stage() {
 }
 
 workers=$(($(nproc) > 3 ? $(nproc) - 2 : 1))
+shape_gpt2="--positions 1024 --layers 12 --width 768 --heads 12"
+format_gpt2="--format rookworld --tokenizer ${GPT2_TOKENIZER:-gpt2}"
+table="--positions 1000 --judged 250 --self-play 50"
+bench=("$PYTHON" -m tools.bench W2 W4 --runs 3 --watch 200)
 if [ -n "${TINY:-}" ]; then
     label="--positions 300 --nodes 100 --workers 1"
-    small="--layers 1 --width 64 --heads 2 --rows 8 --eval-every 65 --eval-positions 2 --workers 1 --dtype float32"
-    small+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
-    tiny="$small --steps 130"
-    gpt2="$small --steps 200 --positions 512 --eval-every 100"
-    table="--limit 4 --judged 2 --self-play 1 --data $OUT/positions.txt.gz"
+    tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 60 --eval-positions 2 --workers 1 --dtype float32"
+    tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
+    gpt2="$tiny --positions 512" steps_tiny=150 steps_gpt2=200
+    table="--positions 4 --judged 2 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32"
     grpo_tiny=$grpo grpo_gpt2=$grpo
-    bench="from tools import bench as b; small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
-b.WORKLOADS = {'W4': b.WORKLOADS['W4']._replace(**small)}; b.main()"
+    bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
+small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
+b.workloads = lambda device: {'W4': all(device)['W4']._replace(**small)}; b.main()" --runs 1 --only nanorook)
 else
     label="--positions 600000 --seed 1"
-    # By the clock, with a fifth of the stage's share left for loading, compiling and looks at skill.
-    tiny="--minutes $(awk "BEGIN { print $seconds * 0.17 * 0.8 / 60 }") --rows 512 --eval-every 2500 --half"
-    gpt2="--minutes $(awk "BEGIN { print $seconds * 0.25 * 0.8 / 60 }") --rows 256 --eval-every 500 --lr 0.0006"
-    gpt2+=" --layers 12 --width 768 --heads 12 --positions 1024 --workers $workers"
-    tiny+=" --workers $workers"
-    table="--limit 1000 --judged 250 --self-play 50"
-    # More steps than there is time for, at a constant rate: the limit ends it, and a cut loses nothing.
+    # More steps than there is time for, at a constant rate: the limit ends them, and a cut loses nothing.
+    steps_tiny=10000000 steps_gpt2=10000000
+    tiny="--rows 512 --eval-every 2500 --half --workers $workers"
+    gpt2="$shape_gpt2 --rows 256 --eval-every 500 --lr 0.0006 --workers $workers"
     grpo="STEPS=100000 LR_SCHEDULE=constant BATCH_POSITIONS=64 GROUP_SIZE=8 EVAL_EVERY=0 SAVE_EVERY=50"
-    grpo_tiny="$grpo LR=2e-4"
-    grpo_gpt2="$grpo LR=3e-5 MICROBATCH_TOKENS=32768" # logits of 50,257 tokens, some copies of them: 30 GB
-    bench="from tools import bench; bench.main()"
+    grpo_tiny=$grpo
+    grpo_gpt2="$grpo LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 MICROBATCH_TOKENS=32768"
 fi
+
+# decay NAME OUT ...: pretraining goes on by a fifth of its steps so far, in which its learning rate falls to zero.
+fifth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 5 + 1)"
+decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped goes on to the same end
+[ -s "$file" ] || "$PYTHON" -c "$fifth" "$1/trainer.pt" >"$file"
+exec "$PYTHON" -m tools.pretrain "$@" --steps $((6 * $(cat "$file"))) --decay "$(cat "$file")"'
+export fifth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
     [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || echo "$OUT/grpo-$1/latest"
@@ -160,15 +168,18 @@ if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: the units that
         gzip >"$positions.tmp"
     mv "$positions.tmp" "$positions"
 fi
-evaluate=("$PYTHON" -m tools.evaluate $table --pgn "$OUT/games.pgn")
-stage pretrain-tiny 17 "$PYTHON" -m tools.pretrain "$OUT/tiny" --data builtin "$positions" $tiny
-stage pretrain-gpt2 25 "$PYTHON" -m tools.pretrain "$OUT/gpt2" --data builtin "$positions" $gpt2 \
-    --format rookworld --tokenizer "${GPT2_TOKENIZER:-gpt2}"
+read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
+read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
+evaluate=("$PYTHON" -m tools.evaluate $table)
+stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny
+stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
+stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2
+stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" --json "$OUT/before-tiny.json"
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" --json "$OUT/before-gpt2.json"
 stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
 stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
 stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" --json "$OUT/after-tiny.json"
 stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" --json "$OUT/after-gpt2.json"
-stage bench 12 "$PYTHON" -c "$bench" step --json "$OUT/bench.json"
+stage bench 12 "${bench[@]}" --json "$OUT/bench.json"
 cat "$OUT/summary.md"

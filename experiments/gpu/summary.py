@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M"}
-SHOWN = (
-    *(("policy", name) for name in ("structure", "legal", "best", "top5", "candidates_legal", "mate_in_one")),
-    *(("environment", name) for name in ("next_state", "reward", "terminated", "truncated")),
-    *(("self-play", name) for name in ("half_moves", "illegal")),
-)
-PLAIN = {"half_moves"}  # the others are shares
+SHOWN = {
+    "policy": ("structure", "legal move", "best move", "top-5 move", "candidates: legal", "mate in one"),
+    "environment": ("next state", "reward", "terminated", "truncated"),
+    "self-play": ("half-moves before an illegal one", "illegal moves"),
+}
+PLAIN = {"half-moves before an illegal one"}  # the others are shares
 
 
 def read(path):
@@ -43,16 +43,16 @@ def skill_table(out, name):
     models, change = list(measured["models"].values()), measured["difference"]
     titles = [f"{when}, {t}" for t in models[0] for when in ("before", "after")[: len(models)]]
     lines = [f"| held-out positions | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
-    for section, figure in SHOWN:
+    for section, figure in ((section, figure) for section, figures in SHOWN.items() for figure in figures):
         cells = []
         for t in models[0]:
             cells += [cell(figure, model[t].get(section, {}).get(figure)) for model in models]
-            interval = change and change[t].get(section, {}).get(figure)
-            if interval and (interval[1] > 0 or interval[2] < 0):
+            mean, half = (change and change[t].get(section, {}).get(figure)) or (0, 0)
+            if abs(mean) > half:
                 cells[-1] += " *"
         if any(cells):
             lines.append(f"| {section}: {figure} | {' | '.join(cells)} |")
-    return [*lines, ""]
+    return [*lines, "", "\\* the change is more than noise.", ""]
 
 
 def training(out, name):
@@ -85,6 +85,16 @@ def main(out):
     for name, title in MODELS.items():
         found = training(out, name) + skill_table(out, name)
         lines += [f"## {title}", "", *found] if found else []
+    for title, w in ((read(out / "bench.json") or {}).get("workloads") or {}).items():
+        lines += [f"## {title} {w['what']}", ""]
+        for dtype, row in w["ours"].items():
+            share = f", {row['of_limit']:.0%} of the limit" if "of_limit" in row else ""
+            lines.append(f"- {dtype}: {row['seconds']:.3f} s, {row['tokens_per_second']:,.0f} tokens a second{share}")
+            lines += [f"  - {ratio:.2f} times as fast as {who}" for who, ratio in row["times_as_fast"].items()]
+        if "watch" in w:
+            said = "- {steps} steps: after the first {warm_up} {recompiles} recompiles, memory grew by {grown_gb:.3f} GB"
+            lines.append(said.format(**w["watch"]))
+        lines.append("")
     lines += ["## Stages", ""]
     for done in sorted(out.glob("*.done"), key=os.path.getmtime):
         used = out / f"{done.stem}.used"
