@@ -218,7 +218,7 @@ def rungs(fen, labels):
     five, true = [uci for uci, _ in labels], {uci: cp / 100 for uci, cp in labels}
     others = [uci for uci in legal_moves(fen) if uci not in five]
     best = max(labels, key=lambda move: move[1])[0]
-    lists = [five, five[1:] or five, others[:5], ["a1a1"] * 30, five + others, five[:2] + ["a1a1", "b1b1", "c1c1"]]
+    lists = [five, others[:5], ["a1a1"] * 30, five + others, five[:2] + ["a1a1", "b1b1", "c1c1"]]
     found = {name: [] for name in ("malformed", "structure", "parse", "legal", "top5", "best")}
     for moves, exact, rest in itertools.product(filter(None, lists), (True, False), ("", " e2e4", " M: x E: y B: z")):
         numbers = [true.get(uci, 0) if exact else "-99999.5" for uci in moves]
@@ -366,24 +366,19 @@ def test_a_position_without_labels_is_labelled_once(monkeypatch, text_format):
     assert asked == [START]  # the rows of a group share their position
 
 
-def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch):
-    monkeypatch.setattr(rewards, "Labeller", NoEngine)
+def test_with_an_engine_that_fails_the_ladder_ends_at_legal(monkeypatch, tmp_path):
+    (tmp_path / "engine").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "engine").chmod(0o755)
+    monkeypatch.setenv("STOCKFISH_PATH", str(tmp_path / "engine"))
     moves = legal_moves(START)
     best = policy(answer(moves[:5], [0] * 5, moves[0]), labels=())
     names = "structure", "parse", "clean", "listed", "candidates_legal", "legal"
     assert best.reward == pytest.approx(sum(POLICY_WEIGHTS[name] for name in names))
-    assert best.metrics["unlabelled"] == 1.0 and not {"top5", "best", "candidates"} & best.metrics.keys()
+    assert rewards.labeller().failures == 2 and best.metrics["unlabelled"] == 1.0
+    assert not {"top5", "best", "candidates"} & best.metrics.keys()
     texts = ["", "M: E: B:", answer(moves[:5], [0] * 5, "a1a1"), answer(moves[:5], [3] * 5, moves[7])]
     found = [policy(text, labels=()).reward for text in texts]
     assert found == sorted({*found}) and found[-1] < best.reward  # not listed
-
-
-def test_engines_that_fail_leave_a_position_unlabelled(monkeypatch, tmp_path):
-    (tmp_path / "engine").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "engine").chmod(0o755)
-    monkeypatch.setenv("STOCKFISH_PATH", str(tmp_path / "engine"))
-    result = policy(answer(["e2e4"], [0], "e2e4"), labels=())
-    assert result.metrics["unlabelled"] == 1.0 and rewards.labeller().failures == 2 and result.metrics["legal"] == 1
 
 
 @pytest.mark.needs("stockfish")
@@ -508,8 +503,9 @@ def test_dots_are_empty_squares_on_the_board_alone():
 def test_a_better_environment_answer_never_scores_lower(fields, reward, terminated, truncated, which, where):
     whole = " ".join(fields)
 
-    def worth(fen=whole, reward=reward, terminated=terminated, truncated=truncated):
-        return environment(f"{fen}+{reward}+{terminated:d}+{truncated:d}").reward
+    def worth(fen=whole, **better):
+        said = {"reward": reward, "terminated": terminated, "truncated": truncated} | better
+        return environment("{}+{reward}+{terminated:d}+{truncated:d}".format(fen, **said)).reward
 
     base, true = worth(), AFTER.replace("/", " ").split(" ")
     said = whole.replace("/", " ").split(" ")
