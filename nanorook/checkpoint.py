@@ -44,7 +44,8 @@ def save(out, model, trainer, keep=2):
     part = out / f".{folder.name}"
     try:
         flush(out)  # fails if OUT_DIR was deleted meanwhile
-        shutil.rmtree(part, ignore_errors=True)
+        for stale in unfinished(out):
+            shutil.rmtree(stale, ignore_errors=True)
         model.save(part)
         torch.save(trainer, part / "trainer.pt")
         sums = {file.name: digest(file) for file in part.iterdir()}
@@ -89,13 +90,19 @@ def folders(out):
     return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
 
 
+def unfinished(out):
+    """What a process that was killed while it saved has left: checkpoints, and the folders in which models are made."""
+    return [path for pattern in (".step-*", "..step-*", ".model-*") for path in out.glob(pattern)]
+
+
 MADE = "settings.json run.json metrics.jsonl samples.jsonl skill.json report.html".split()
 MADE += ["latest", ".lock", "model", "tensorboard", "wandb"]
 
 
 def clear(out):
     """Deletes what a run has made; refuses if there is anything else."""
-    made = [*(out / name for name in MADE), *out.glob("step-*"), *out.glob(".step-*")]
+    made = [out / f"{dot}{name}" for name in MADE for dot in ("", ".")]  # with a dot: a file that was being replaced
+    made += [*out.glob("step-*"), *unfinished(out)]
     strange = [path.name for path in out.iterdir() if path not in made]
     if strange:
         raise CheckpointError(f"OUT_DIR={out} holds {strange[0]}, which no run has made, so FRESH=1 deletes nothing.")

@@ -115,14 +115,16 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run):
     assert toy_run("c", SEED=0, FRESH=True) == rows
 
 
-def test_todays_settings_count(toy_run, tmp_path, capsys):
+def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, capsys):
     toy_run(STEPS=1, LR=1e-3, LR_SCHEDULE="constant")
     row = toy_run(STEPS=2, LR=1e-2, KL_COEF=0.2, GROUP_SIZE=3, LR_SCHEDULE="constant")[1]
     assert row["kl_coef"] == 0.2 and row["lr"] == 1e-2
     printed = capsys.readouterr().out
     assert "KL_COEF was 0.01 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
+    monkeypatch.setattr(train, "make_optimizer", lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+    toy_run(STEPS=3, KL_COEF=0.3)
     state = torch.load(tmp_path / "out" / "latest" / "trainer.pt", weights_only=True)
-    assert state["settings"]["KL_COEF"] == 0.2 and state["optimizer"]["param_groups"][0]["lr"] == 1e-2
+    assert state["settings"]["KL_COEF"] == 0.3 and state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
 
 
 def test_a_reference_that_has_moved_is_kept_or_left_out(toy_run):
