@@ -478,6 +478,7 @@ def test_environment_grades():
     # the reward by distance, exactly right is best, and huge ones are bounded
     said = [environment(f"{AFTER}+{r}+0+0").reward for r in ("0.001", "0.0011", "0.002", "0.5", "1", "-1.0", "9" * 400)]
     assert said == sorted({*said}, reverse=True)
+    assert said[-1] == pytest.approx(1 - ENVIRONMENT_WEIGHTS["reward"] - ENVIRONMENT_WEIGHTS["reward_match"])
     assert environment(AFTER + "+0.0010+0+0").reward == 1.0
     assert environment(f"  {AFTER.replace(' ', '   ')} + 0.001 + 0 + 0  ").reward == 1.0  # any run of spaces is one
     # a word too many takes its share
