@@ -8,24 +8,19 @@ them on the very same memory. What it cannot show: kernels, speed, memory, torch
 """
 
 import contextlib
-import os
-import sys
+import traceback
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-CPU, aten, T = torch.device("cpu"), torch.ops.aten, torch.Tensor
+CPU, aten, T, ROOT = torch.device("cpu"), torch.ops.aten, torch.Tensor, str(Path(__file__).parent.parent)
 NOW = SimpleNamespace(device=0, ambient=CPU, graph=None, moving=False, seen=None)  # ambient: where new tensors lie
-GETTERS = {
-    T.device.__get__: lambda device: device,
-    T.is_cuda.__get__: lambda device: device.type == "cuda",
-    T.is_cpu.__get__: lambda device: device.type == "cpu",
-}
+GETTERS = {getattr(T, name).__get__: name for name in ("device", "is_cuda", "is_cpu")}
 WAITS = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.repeat_interleave.Tensor,
@@ -45,21 +40,16 @@ class CaptureError(RuntimeError):
     pass
 
 
-def place_in_project():
+def line():
     """The innermost line of the project that is running."""
-    frame = sys._getframe(2)
-    while frame:
-        name = frame.f_code.co_filename
-        if name.startswith(ROOT) and name != __file__ and "site-packages" not in name:
-            return f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
+    frames = [f for f in traceback.extract_stack(limit=40) if f.filename.startswith(ROOT) and f.filename != __file__]
+    return f"{frames[-1].filename[len(ROOT) + 1 :]}:{frames[-1].lineno}" if frames else "?"
 
 
 def wait(what):
     if NOW.graph is not None:
-        raise CaptureError(f"{what} makes the host wait during a capture ({place_in_project()})")
-    NOW.seen.waits.append(f"{place_in_project()} {what}")
+        raise CaptureError(f"{what} makes the host wait during a capture ({line()})")
+    NOW.seen.waits.append(f"{line()} {what}")
 
 
 def full(device):
@@ -67,14 +57,18 @@ def full(device):
     return torch.device("cuda", NOW.device) if device.type == "cuda" and device.index is None else device
 
 
+def tensors_in(tree):
+    return [t for t in tree_leaves(tree) if isinstance(t, T) and not t.is_meta]
+
+
 def device_of(t):
     return t.device if t.is_meta else getattr(t.untyped_storage(), "_pretended", CPU)
 
 
-def lay(t, device):
-    if isinstance(t, T) and not t.is_meta and device.type == "cuda":
+def lay(tree, device):
+    for t in tensors_in(tree) if device.type == "cuda" else ():
         t.untyped_storage()._pretended = device
-    return t
+    return tree
 
 
 def key(t):
@@ -82,17 +76,15 @@ def key(t):
 
 
 def move(t, device, dtype=None, copy=False):
-    device = full(device)
+    device, dtype = full(device), dtype or t.dtype
     with torch._C.DisableTorchFunction():
-        if device_of(t) == device and not copy and dtype in (None, t.dtype):
+        if device_of(t) == device and not copy and dtype == t.dtype:
             return t
         if device_of(t) != device and "cuda" in (device.type, device_of(t).type):
             wait(f"copy {device_of(t)} -> {device}")
         ambient, NOW.ambient, NOW.moving = NOW.ambient, CPU, True
         try:
-            if device.type == "meta":
-                return t.to("meta")
-            return lay(t.clone() if dtype in (None, t.dtype) else t.to(dtype), device)
+            return t.to("meta") if device.type == "meta" else lay(t.to(dtype, copy=True), device)
         finally:
             NOW.ambient, NOW.moving = ambient, False
 
@@ -103,15 +95,15 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in GETTERS:
-            return GETTERS[func](device_of(args[0]))
+            device = device_of(args[0])
+            return device if GETTERS[func] == "device" else device.type == GETTERS[func][3:]
         if func in (T.cuda, T.cpu):
             return move(args[0], "cuda" if func is T.cuda else "cpu")
         if func is T.to:
-            device, dtype = kwargs.get("device"), kwargs.get("dtype")
-            for value in args[1:]:
-                device = value if isinstance(value, str | torch.device) else device
-                dtype = value if isinstance(value, torch.dtype) else dtype
+            given = [*args[1:], kwargs.get("device"), kwargs.get("dtype")]
+            device = next((value for value in given if isinstance(value, str | torch.device)), None)
             if device is not None:
+                dtype = next((value for value in given if isinstance(value, torch.dtype)), None)
                 return move(args[0], device, dtype, kwargs.get("copy", False))
         if func is T.tolist and device_of(args[0]).type == "cuda":
             wait("tolist")
@@ -119,58 +111,50 @@ class Functions(TorchFunctionMode):
             raise DeviceError("can't convert a cuda tensor to numpy")
         if func is T.__deepcopy__:
             return lay(func(*args, **kwargs), device_of(args[0]))
-        device, ambient = kwargs.get("device"), NOW.ambient
-        if device is not None and full(device).type != "meta":
-            device, kwargs["device"] = full(device), "cpu"
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, T)]
-        near = [d for d in map(device_of, tensors) if d.type == "cuda"]
-        NOW.ambient = device if isinstance(device, torch.device) else near[0] if near else CPU
-        if func in (torch.tensor, torch.as_tensor) and NOW.ambient.type == "cuda" and not tensors:
-            wait("upload")
-            NOW.ambient = CPU
+        device, ambient, tensors = kwargs.get("device"), NOW.ambient, tensors_in((args, kwargs))
+        device = full(device) if device is not None else CPU
+        if "cuda" in (device.type, *(device_of(t).type for t in tensors)):
+            NOW.ambient = device if device.type == "cuda" else next(d for d in map(device_of, tensors) if d != CPU)
+        if device.type == "cuda":
+            kwargs["device"] = "cpu"
+            if func in (torch.tensor, torch.as_tensor) and not tensors:
+                wait("upload")
         try:
-            out = func(*args, **kwargs)
+            return lay(func(*args, **kwargs), device)
         finally:
             NOW.ambient = ambient
-        if isinstance(device, torch.device):
-            tree_map(lambda t: lay(t, device), out)
-        return out
 
 
 class Operators(TorchDispatchMode):
     """What the device sees."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, T) and not t.is_meta]
+        tensors = tensors_in((args, kwargs := kwargs or {}))
         homes = {device_of(t) for t in tensors} - {CPU}
-        if len(homes) > 1 and func not in CROSSING:
-            raise DeviceError(f"{func}: tensors on {homes} ({place_in_project()})")
-        home = next(iter(homes), None)
-        strangers = [t for t in tensors if device_of(t) == CPU] if homes else []
-        indices = all(t.dtype != torch.float for t in strangers) and func in INDEXING and device_of(args[0]) != CPU
-        if strangers and indices:
+        home, strangers = next(iter(homes), None), [t for t in tensors if homes and device_of(t) == CPU]
+        indices = (
+            not any(t.is_floating_point() for t in strangers) and device_of(args[0]) != CPU if strangers else False
+        )
+        if func in INDEXING and indices:
             wait("indices on the CPU")
-        elif func not in CROSSING and any(t.ndim for t in strangers):
-            shapes = [(tuple(t.shape), str(device_of(t))) for t in tensors]
-            raise DeviceError(f"{func}: {shapes} ({place_in_project()})")
+        elif func not in CROSSING and (len(homes) > 1 or any(t.ndim for t in strangers)):
+            raise DeviceError(f"{func}: {[(tuple(t.shape), str(device_of(t))) for t in tensors]} ({line()})")
         if home and (func in WAITS or func is aten.copy_.default and strangers):
             wait(func.name())
         if home and func in INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1]):
             wait(f"{func.name()} with a boolean mask")
-        if NOW.graph is not None and (home or NOW.ambient).type == "cuda":
-            return NOW.graph.record(func, args, kwargs, tensors, home or NOW.ambient)
-        out = func(*args, **kwargs)
-        settle(tensors, home, out)
-        return out
+        home = home or (None if tensors else NOW.ambient)
+        if NOW.graph is not None and NOW.graph.device == (home or NOW.ambient):
+            return NOW.graph.record(func, args, kwargs, tensors)
+        return settle(func(*args, **kwargs), tensors, home)
 
 
-def settle(tensors, home, out):
-    """Where a result lies: with its inputs, or where the caller asked for."""
-    home = home or (None if tensors else NOW.ambient)
+def settle(out, tensors, home):
+    """A result lies where its inputs do, or where the caller asked for."""
     if home and not NOW.moving:
         old = {key(t) for t in tensors}
-        [lay(t, home) for t in tree_flatten(out)[0] if isinstance(t, T) and not t.is_meta and key(t) not in old]
+        lay([t for t in tensors_in(out) if key(t) not in old], home)
+    return out
 
 
 class Reference:
@@ -179,8 +163,7 @@ class Reference:
     def __init__(self, t, own):
         storage = t.untyped_storage()
         self.storage = (lambda: storage) if own else weakref.ref(storage)
-        self.view = t.storage_offset(), tuple(t.shape), tuple(t.stride())
-        self.dtype = t.dtype
+        self.dtype, self.view = t.dtype, (t.storage_offset(), tuple(t.shape), tuple(t.stride()))
 
     def tensor(self):
         if self.storage() is None:
@@ -192,28 +175,22 @@ class Graph:
     """torch.cuda.CUDAGraph, as far as its rules go."""
 
     def __init__(self):
-        self.kernels, self.own, self.saved = [], set(), {}
-        self.number = len(NOW.seen.captures)
+        self.kernels, self.own, self.saved, self.number = [], set(), {}, len(NOW.seen.captures)
         NOW.seen.captures.append(0)  # how often it was replayed
 
-    def record(self, func, args, kwargs, tensors, home):
-        if home != self.device:  # another device's stream: the kernel simply runs and is not captured
-            out = func(*args, **kwargs)
-            settle(tensors, home, out)
-            return out
-        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)]
-        written = [v for v, a in zip(given, func._schema.arguments) if a.alias_info and a.alias_info.is_write]
-        for t in tree_flatten(written)[0]:
+    def record(self, func, args, kwargs, tensors):
+        arguments = func._schema.arguments
+        given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
+        written = tensors_in([v for v, a in zip(given, arguments) if a.alias_info and a.alias_info.is_write])
+        for t in written:
             if key(t) not in self.own and key(t) not in self.saved:
                 self.saved[key(t)] = t.untyped_storage(), t.untyped_storage().clone()
         stored = tree_map(lambda x: Reference(x, key(x) in self.own) if isinstance(x, T) else x, (args, kwargs))
-        out, old = func(*args, **kwargs), {key(t) for t in tensors}
-        results = [t for t in tree_flatten(out)[0] if isinstance(t, T)]
-        new = [t for t in results if key(t) not in old]
-        self.own |= {key(t) for t in new}
-        settle(tensors, home, out)
-        if written or new:  # all but views
-            self.kernels.append((func, stored, [Reference(t, True) if key(t) not in old else None for t in results]))
+        out, old = settle(func(*args, **kwargs), tensors, self.device), {key(t) for t in tensors}
+        results = [None if key(t) in old else Reference(t, True) for t in tensors_in(out)]
+        self.own |= {key(t) for t in tensors_in(out)} - old
+        if written or any(results):  # all but views
+            self.kernels.append((func, stored, results))
         return out
 
     def replay(self):
@@ -221,14 +198,13 @@ class Graph:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for func, stored, results in self.kernels:
                 args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Reference) else x, stored)
-                out = tree_flatten(func(*args, **kwargs))[0]
-                for t, reference in zip((t for t in out if isinstance(t, T)), results):
+                for t, reference in zip(tensors_in(func(*args, **kwargs)), results):
                     if reference is not None:
                         reference.tensor().copy_(t)
 
 
 @contextlib.contextmanager
-def capturing(graph, **options):
+def capturing(graph):
     NOW.graph, graph.device = graph, torch.device("cuda", NOW.device)
     try:
         yield
@@ -237,16 +213,13 @@ def capturing(graph, **options):
         with _disable_current_modes():
             for storage, old in graph.saved.values():
                 storage.copy_(old)
-        graph.saved = {}
 
 
 @contextlib.contextmanager
 def current(device):
     before, NOW.device = NOW.device, full(device).index
-    try:
-        yield
-    finally:
-        NOW.device = before
+    yield
+    NOW.device = before
 
 
 def set_device(device):
@@ -255,16 +228,13 @@ def set_device(device):
 
 @contextlib.contextmanager
 def on(monkeypatch, capability=(9, 0), devices=2):
-    NOW.device, NOW.graph, NOW.ambient = 0, None, CPU
-    NOW.seen = SimpleNamespace(waits=[], captures=[])
-    fakes = {
-        "is_available": lambda: True, "device_count": lambda: devices, "current_device": lambda: NOW.device,
-        "get_device_capability": lambda *a: capability, "get_device_name": lambda *a: "pretended GPU",
-        "set_device": set_device, "device": current, "CUDAGraph": Graph, "graph": capturing,
-        "max_memory_allocated": lambda *a: 0, "memory_reserved": lambda *a: 0,
-        "reset_peak_memory_stats": lambda *a: None, "empty_cache": lambda: None, "synchronize": lambda *a: None,
-    }  # fmt: skip
-    for name, fake in fakes.items():
+    NOW.device, NOW.graph, NOW.ambient, NOW.seen = 0, None, CPU, SimpleNamespace(waits=[], captures=[])
+    fakes = dict(is_available=True, device_count=devices, get_device_capability=capability, empty_cache=None)
+    fakes |= dict(get_device_name="pretended GPU", max_memory_allocated=0, memory_reserved=0, synchronize=None)
+    for name, answer in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: NOW.device)
+    for name, fake in dict(set_device=set_device, device=current, CUDAGraph=Graph, graph=capturing).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     with Operators(), Functions():
         yield NOW.seen
