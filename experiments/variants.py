@@ -59,10 +59,10 @@ COLUMNS = {  # of the table, in percent but for the entropy
 }
 
 
-def run_here(task, settings, patches=()):
+def run_here(task, settings, patches=(), quiet=True):
     """(the metrics of each step, the trained model) of train.main() in this process, in a folder that is deleted.
 
-    patches: (object, name, value) for what no setting changes. A run that was refused has no model: None.
+    patches: (object, name, value) for what no setting changes. A run that was refused after its start has no model.
     """
     models = []
     changes = {**settings, "task": task, "TASK": task.__file__, "finish_run": lambda model, out: models.append(model)}
@@ -71,9 +71,13 @@ def run_here(task, settings, patches=()):
     with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as stack:
         for patch in [*fixed, *((train, *change) for change in (changes | {"OUT_DIR": out}).items()), *patches]:
             stack.enter_context(mock.patch.object(*patch))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        with contextlib.suppress(SystemExit):
+        if quiet:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        try:
             train.main()
+        except SystemExit:
+            if not Path(out, "metrics.jsonl").exists():
+                raise
         return [json.loads(line) for line in open(f"{out}/metrics.jsonl")], models[0] if models else None
 
 

@@ -9,6 +9,7 @@ import torch
 import grpo
 import train
 from examples import letters
+from experiments import variants
 from model import GPT
 from rollout import generate, read
 
@@ -101,3 +102,15 @@ def test_with_the_letter_masked_out_it_does_not_learn(run, monkeypatch):
 
     monkeypatch.setattr(train, "generate", masked)
     assert share(run(), max) < 0.5
+
+
+def test_a_variant_is_run_here_and_nothing_stays_changed(monkeypatch):
+    monkeypatch.setattr(variants, "SHARED", variants.SHARED | {"STEPS": 1, "BATCH_POSITIONS": 2})
+    before = {name: getattr(train, name) for name in ("STEPS", "task", "OUT_DIR", "evaluate")}
+    found = variants.measure({"SEED": 1, "TEMPERATURE": 0.5})
+    assert found.keys() == variants.COLUMNS.keys() and 0 <= found["greedy"] <= 1 and found["clipped"] == 0
+    assert before == {name: getattr(train, name) for name in before}
+    monkeypatch.setattr(train, "describe_rewards", lambda samples: {"structure": 0.0})
+    assert variants.measure({"SEED": 1}) is None  # refused at its first step
+    with pytest.raises(SystemExit):
+        variants.measure({"BATCH_POSITIONS": 10**6})
