@@ -132,10 +132,8 @@ class Operators(TorchDispatchMode):
         tensors = tensors_in((args, kwargs := kwargs or {}))
         homes = {device_of(t) for t in tensors} - {CPU}
         home, strangers = next(iter(homes), None), [t for t in tensors if homes and device_of(t) == CPU]
-        indices = (
-            not any(t.is_floating_point() for t in strangers) and device_of(args[0]) != CPU if strangers else False
-        )
-        if func in INDEXING and indices:
+        floats = any(t.is_floating_point() for t in strangers)
+        if func in INDEXING and strangers and not floats and device_of(args[0]) != CPU:
             wait("indices on the CPU")
         elif func not in CROSSING and (len(homes) > 1 or any(t.ndim for t in strangers)):
             raise DeviceError(f"{func}: {[(tuple(t.shape), str(device_of(t))) for t in tensors]} ({line()})")
