@@ -1,0 +1,94 @@
+"""nanorook/monitor.py: figures and their intervals, the state of a step, other logs."""
+
+import sys
+
+import numpy
+import pytest
+
+import toy
+from nanorook import monitor
+from train import Sample
+
+HEALTHY = dict(broken=False, skipped=0, kl=0, hit_limit=0, reward_max=1, frac_zero_std=0, grad_norm=1, reward=0.5)
+HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0, structure=1.0)
+
+
+def test_metrics_are_means_over_the_answers_of_a_kind():
+    questions, texts = [*[toy.Question("a", "", 0)] * 2, toy.Question("b", "", 0)], ["00", "1", "0"]
+    samples = [Sample(q, t, [], t == "1", toy.grade(q, t)) for q, t in zip(questions, texts)]
+    metrics = monitor.by_kind(samples)
+    assert metrics["a/characters"] == 1.5 and metrics["b/characters"] == 1
+    assert metrics["a/earned/even"] == pytest.approx(1 / 7) and metrics["a/earned/first"] == pytest.approx(1 / 32)
+    assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
+
+
+def test_intervals_are_the_usual_ones():
+    values = [0.0, 1.0, 1.0, 0.0, 0.25, 1.0]
+    mean, half = monitor.interval(values)
+    assert mean == pytest.approx(numpy.mean(values))
+    assert half == pytest.approx(1.96 * numpy.std(values, ddof=1) / numpy.sqrt(len(values)))
+    assert monitor.interval([1.0]) == (1.0, 0.0) and monitor.interval(values, [1] * 6) == monitor.interval(values)
+
+
+def test_the_interval_of_a_ratio_holds_what_it_says():
+    """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
+    rng, held = numpy.random.default_rng(0), 0
+    for _ in range(400):
+        moves = rng.integers(1, 60, 80)
+        illegal = rng.binomial(moves, 0.1)
+        share, half = monitor.interval(illegal.tolist(), moves.tolist())
+        assert share == pytest.approx(illegal.sum() / moves.sum())
+        held += abs(share - 0.1) <= half
+    assert 360 <= held <= 395
+
+
+@pytest.mark.parametrize(
+    "change, state, advice",
+    [
+        ({}, "green", ""),
+        ({"broken": True}, "red", "lower LR"),
+        ({"skipped": 1}, "red", "skipped: lower LR"),
+        ({"kl": 1.5}, "red", "far from the reference"),
+        ({"hit_limit": 0.9, "structure": 0.0}, "red", "raise MAX_NEW_TOKENS"),
+        ({"structure": 0.1}, "red", "malformed"),
+        ({"reward_max": -0.1}, "red", "every reward is negative"),
+        ({"frac_zero_std": 0.6}, "yellow", "raise TEMPERATURE or GROUP_SIZE"),
+        ({"grad_norm": 11}, "yellow", "far above the clip"),
+        ({"clip_low": 0.2, "clip_high": 0.2}, "yellow", "the clip stops much of the update"),
+        ({"hit_limit": 0.3}, "yellow", "hit their limit"),
+        ({"structure": 0.5}, "yellow", "form first"),
+        ({"logprob_gap": 0.1}, "yellow", "DTYPE=float32"),
+        ({"reward": 0.1}, "yellow", "the reward falls"),
+    ],
+)
+def test_a_step_is_diagnosed(change, state, advice):
+    past = [HEALTHY] * 20 + [HEALTHY | change] * 20
+    found = monitor.diagnose(HEALTHY | change, past, kl_threshold=1.0, max_grad_norm=1.0)
+    assert found[0] == state and advice in found[1]
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+def test_metrics_go_to_other_logs_or_the_missing_package_is_named(kind, monkeypatch, tmp_path):
+    logged = []
+
+    class Fake:
+        SummaryWriter = staticmethod(lambda folder: Fake)
+        add_scalar = staticmethod(lambda name, value, step: logged.append((name, value, step)))
+
+        @staticmethod
+        def init(**about):
+            assert about["name"] == "my run"
+            return Fake
+
+        @staticmethod
+        def log(metrics, step):
+            logged.extend((name, value, step) for name, value in metrics.items())
+
+    package = "wandb" if kind == "wandb" else "torch.utils.tensorboard"
+    monkeypatch.setitem(sys.modules, package, Fake)
+    _, write = monitor.open_log(tmp_path, -1, {}, kind, "my run")
+    write({"step": 3, "reward": 0.5, "state": "green"})
+    assert logged == [("step", 3, 3), ("reward", 0.5, 3)]
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=f"pip install {kind}"):
+        monitor.reporter(kind, "", tmp_path)
