@@ -374,6 +374,8 @@ def main():
         state = found[1]
         settings.compare(state["settings"], say)
         say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
+    if len(set(parallel.gather([state["step"]]))) > 1:
+        refuse(f"not all processes see the same checkpoints: OUT_DIR={out} has to be a folder that all machines share.")
     if DTYPE == "auto":  # decided once: another process, or a resumed run, might measure otherwise
         state["dtype"] = state.get("dtype") or parallel.from_lead(str(monitor.fastest_dtype(device)).split(".")[1])
     dtype = getattr(torch, state["dtype"] if DTYPE == "auto" else DTYPE)

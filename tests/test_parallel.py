@@ -84,6 +84,12 @@ def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, t
     assert max((weights[0][key] - start[key]).abs().max() for key in start) > 1e-3
 
 
+def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_run):
+    monkeypatch.setattr(parallel, "gather", lambda items: [*items, 5])  # another one is at step 5
+    with pytest.raises(SystemExit, match="has to be a folder that all machines share"):
+        toy_run()
+
+
 def test_another_process_that_ended_is_named(monkeypatch):
     monkeypatch.setattr(parallel, "world", lambda: 2)
     assert "another process of this run has ended" in parallel.explain(RuntimeError("Connection closed by peer"))
