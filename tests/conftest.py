@@ -60,6 +60,8 @@ def hf_model():
 def hf_folder(hf_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     hf_model.save_pretrained(folder)
+    for name, content in Tokenizer.of_bytes().files.items():
+        (folder / name).write_bytes(content)
     return folder
 
 

@@ -21,35 +21,9 @@ def logits_of(hf, tokens=TOKENS):
         return hf.eval()(tokens).logits
 
 
-@pytest.fixture(scope="module")
-def hf():
-    """A small GPT-2 made by transformers, whose weights are so large that biases and layer norms count too."""
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=300, n_positions=128, n_embd=48, n_layer=3, n_head=4, bos_token_id=256, eos_token_id=256)
-    hf = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1))
-    with torch.no_grad():
-        for p in hf.parameters():
-            p.mul_(4).add_(torch.randn_like(p), alpha=0.02)
-    return hf.eval()
-
-
-@pytest.fixture(scope="module")
-def source(hf, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    hf.save_pretrained(folder)
-    for name, content in Tokenizer.of_bytes().files.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
 @pytest.fixture
-def folder(source, tmp_path):
-    return shutil.copytree(source, tmp_path / "m")
-
-
-@pytest.fixture
-def model(source):
-    return GPT.load(source)
+def folder(hf_folder, tmp_path):
+    return shutil.copytree(hf_folder, tmp_path / "m")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,9 +31,10 @@ def model(source):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_logits_equal_transformers(hf, model, training):
+def test_logits_equal_transformers(hf_model, model, training):
     """In training too: a folder whose config.json asks for dropout gets none."""
-    torch.testing.assert_close(model.train(training)(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
+    assert hf_model.config.resid_pdrop == 0.1
+    torch.testing.assert_close(model.train(training)(TOKENS), logits_of(hf_model), atol=1e-4, rtol=0)
 
 
 def test_gpt2_of_full_width_equals_transformers(tmp_path):
@@ -128,9 +103,9 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_every_published_form_loads(hf, folder, name):
+def test_every_published_form_loads(hf_model, folder, name):
     rewrite(folder, GOOD[name])
-    torch.testing.assert_close(GPT.load(folder)(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
+    torch.testing.assert_close(GPT.load(folder)(TOKENS), logits_of(hf_model), atol=1e-4, rtol=0)
 
 
 BAD = {  # the incident: a model that was never loaded wrote random text, and every parse failed
