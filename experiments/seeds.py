@@ -12,6 +12,7 @@ An interval is that of the mean over the seeds. They share their held-out questi
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -32,9 +33,9 @@ def read(file):
 
 
 def write(file, content):
-    """The whole file or nothing."""
-    part = file.with_name(f".{file.name}")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    """The whole file or nothing; pairs of numbers are kept on one line."""
+    part, text = file.with_name(f".{file.name}"), json.dumps(content, indent=1)
+    part.write_text(re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2]", text) + "\n")
     os.replace(part, file)
 
 
@@ -54,6 +55,7 @@ def run(folder, arguments):
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
             subprocess.run(command, cwd=ROOT, check=True, stdout=log)
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
+    skill = {name: {k: [round(x, 5) for x in pair] for k, pair in figures.items()} for name, figures in skill.items()}
     steps = {"before": 0, "after": settings["STEPS"]}
     return {"about": about, "skill": {str(steps.get(name, name.split(" ")[-1])): skill[name] for name in skill}}
 
@@ -87,7 +89,9 @@ def draw(runs, controls, names, path):
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
             axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], color=colour, label=label)
-        axis.set(title=f"held-out, %: {name}", xlabel="step")
+        axis.set(
+            title=name.replace("T=0", "greedy").replace("T=", "at temperature "), xlabel="step", ylabel="held-out, %"
+        )
         axis.grid(alpha=0.3)
     axes[0][0].legend()
     figure.savefig(path, dpi=110)
