@@ -74,25 +74,33 @@ def ask(items, count, rng, config):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` is the embedded model's: a
-# board has one character for each square and a prompt has a fixed width, so a square always stands at the same place.
+# Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
+# whose tokens are bytes, or bytes and squares' names (Tokenizer.squares): a board has one character for each square and
+# a prompt has a fixed number of tokens, so that a square always stands at the same place.
 
-WIDTH = {"P: ": 94, "A: ": 160, "L: ": 94}  # of an expanded prompt: the longest FEN, move and history fit
+WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
+    "expanded": {"P: ": 94, "A: ": 160, "L: ": 94},
+    "squares": {"P: ": 92, "A: ": 128, "L: ": 92},
+}
 
 
 def chess_format(config):
     name = config.extra.get("chess_format", "rookworld")
-    if name not in ("rookworld", "expanded"):
-        raise LoadError(f"config.json: chess_format is {name!r}, but it has to be 'rookworld' or 'expanded'.")
+    if name not in ("rookworld", *WIDTH):
+        raise LoadError(f"config.json: chess_format is {name!r}, but it has to be 'rookworld', 'expanded' or 'squares'.")
     return name
 
 
 def write_fen(fen, text_format):
-    return expand_board(fen) if text_format == "expanded" else fen
+    return expand_board(fen) if text_format in WIDTH else fen
 
 
 def write_prompt(prefix, text, text_format):
-    return (prefix + text).ljust(WIDTH[prefix]) if text_format == "expanded" else prefix + text
+    text = prefix + text
+    if text_format not in WIDTH:
+        return text
+    tokens = len(re.sub("[a-h][1-8]", "x", text)) if text_format == "squares" else len(text)
+    return text + " " * (WIDTH[text_format][prefix] - tokens)
 
 
 def policy_prompt(fen, text_format):
@@ -104,7 +112,7 @@ def policy_completion(fen, moves, text_format):
     names = " ".join(uci for uci, _ in moves)
     evals = " ".join(str(cp / 100) for _, cp in moves)
     best = max(moves, key=lambda m: m[1])[0]
-    if text_format == "expanded":
+    if text_format in WIDTH:
         return f"M: {names} E: {evals} B: {best}"
     return f"{fen:90}"[len(fen) :] + f"M: {names:30}E: {evals:40}B: {best}"  # RookWorld pads its fields
 

@@ -9,6 +9,7 @@ import pytest
 import rewards
 from nanorook import positions as P
 from nanorook.positions import Position
+from nanorook.tokenizer import Tokenizer
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
@@ -41,8 +42,12 @@ def test_texts_are_written_as_documented():
 def test_the_longest_prompts_fit_their_width():
     fen = "1n1qkbnr/p1p1p1p1/1p1p1p1p/r7/7R/1P1P1P1P/P1P1P1P1/RNBQK1N1 w KQkq e3 149 249"
     history = ("a7a8q",) * 10
-    assert len(rewards.policy_prompt(fen, "expanded")) == rewards.WIDTH["P: "]
-    assert len(rewards.environment_prompt(fen, "a7a8q", ("a2a4",) * 9 + ("a7a8q",), "expanded")) == rewards.WIDTH["A: "]
+    assert len(rewards.policy_prompt(fen, "expanded")) == rewards.WIDTH["expanded"]["P: "]
+    moves = ("a2a4",) * 9 + ("a7a8q",)
+    assert len(rewards.environment_prompt(fen, "a7a8q", moves, "expanded")) == rewards.WIDTH["expanded"]["A: "]
+    encode = Tokenizer.squares().encode
+    assert len(encode(rewards.policy_prompt(fen, "squares"))) == rewards.WIDTH["squares"]["P: "]
+    assert len(encode(rewards.environment_prompt(fen, "a7a8q", moves, "squares"))) == rewards.WIDTH["squares"]["A: "]
     assert len(rewards.environment_prompt(fen, "a7a8q", history, "rookworld").split("+")[2].split()) == 10
 
 
