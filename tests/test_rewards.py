@@ -190,6 +190,8 @@ def test_each_piece_judges_its_own_words(text_format):
     assert {judged[name] for name in ("listed", "legal", "top5", "loss", "best")} == {label(START)[0][0]}
     truth = rewards.transition(START, "e2e4")
     text = rewards.environment_completion(*truth, text_format)
+    spans = [span for _, _, span in environment(text).pieces if span]
+    assert all(text[end - 1] in " /+" for _, end in spans if end < len(text))  # a word's end is the word's, too
     judged = {name: text[slice(*span)].strip(" /+") for name, _, span in environment(text).pieces if span}
     fen, *rest = text.split("+")
     words = fen.replace("/", " ").split()
