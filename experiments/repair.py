@@ -11,6 +11,7 @@ taught; OUT/repair.json has all figures, and what is in it is not run again; OUT
 import argparse
 import math
 import random
+import sys
 from pathlib import Path
 
 import chess
@@ -135,16 +136,16 @@ def main():
     known = read(file) if file.exists() else {"about": about, "curves": {}}
     if known["about"] != about:
         p.error(f"{file} was made with other options; name another folder.")
-    known["made"] = monitor.describe("python -m experiments.repair", "cpu", torch.float32)
 
-    model = GPT.load(rewards.start_model()).to(train.device_of(train.DEVICE))
+    device = train.device_of(train.DEVICE)
+    dtype = monitor.fastest_dtype(device)
+    model = GPT.load(taught if taught.exists() else rewards.start_model()).to(device).use(dtype)
     items, held_out = rewards.load("builtin", model.config)
     asked = random.Random(0).sample([p for p in held_out if len(p.moves) == 5], a.positions)
-    if "start" not in known["curves"]:
+    if not taught.exists():
+        known |= {"made": monitor.describe("python -m experiments.repair", device, dtype)}
         known["curves"]["start"] = {"0": by_side(model, asked)}
-    if taught.exists():
-        model = GPT.load(taught).to(model.wte.weight.device)
-    else:
+        write(file, known)
         teach(model, [p for p in items if len(p.moves) > 1], a.texts, random.Random(0))
         model.save(taught)
     if "taught" not in known["curves"]:
@@ -162,9 +163,10 @@ def main():
         _, trained = run_here(
             rewards, settings | {"MODEL": str(taught), "CONTROL": control}, [(train, "evaluate", evaluate)], quiet=False
         )
-        if trained is not None:
-            known["curves"][name] = curve
-            write(file, known)
+        if trained is None:
+            sys.exit(f"error: the run {name} did not come to its end.")
+        known["curves"][name] = curve
+        write(file, known)
     draw(known["curves"], a.out / "repair.png")
     print(table(known["curves"]))
 

@@ -75,9 +75,10 @@ def run_here(task, settings, patches=(), quiet=True):
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             train.main()
-        except SystemExit:
+        except SystemExit as refusal:
             if not Path(out, "metrics.jsonl").exists():
                 raise
+            print(refusal)
         return [json.loads(line) for line in open(f"{out}/metrics.jsonl")], models[0] if models else None
 
 
