@@ -52,7 +52,7 @@ class Question(NamedTuple):
 
 class Grade(NamedTuple):
     reward: float  # the sum of the pieces' values
-    pieces: tuple  # (name, value, (start, end) of the characters it judges, or None: the whole answer)
+    pieces: tuple  # (name, value, (start, end) of the characters it judges, or None: the whole answer); names differ
     metrics: dict  # name -> float, averaged over answers and logged
 
 

@@ -301,12 +301,12 @@ def check_start(stats, dtype):
 
 def evaluate(model, questions, file, step):
     """{"policy legal T=0": (mean, half-width of its 95 % interval), ...}, greedy and as sampled in training, by all
-    processes together; `file` gets the first answers of each kind."""
-    figures, kept, model = {}, [], model.cast(model.dtype)
+    processes together; `file` gets the first sampled answers of each kind."""
+    figures, model, lead = {}, model.cast(model.dtype), parallel.rank() == 0
     noise = torch.rand(len(questions), 1, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(0))
     mine = range(parallel.rank(), len(questions), parallel.world())
     chunks = [list(mine[i : i + EVAL_ROWS]) for i in range(0, len(mine), EVAL_ROWS)]
-    bar = tqdm(total=2 * len(chunks), desc="evaluation", leave=False, disable=None if parallel.rank() == 0 else True)
+    bar = tqdm(total=2 * len(chunks), desc="evaluation", leave=False, disable=None if lead else True)
     for temperature in (0.0, TEMPERATURE):
         found = []
         for indices in chunks:
@@ -314,19 +314,14 @@ def evaluate(model, questions, file, step):
             found += [s for _, samples in sample(model, some, 1, temperature, noise[indices]) for s in samples]
             bar.update()
         found = parallel.gather(found)
-        for kind in dict.fromkeys(s.question.kind for s in found):
-            grades = [s.grade for s in found if s.question.kind == kind]
-            for name in dict.fromkeys(name for grade in grades for name in ("reward", *grade.metrics)):
-                values = [({"reward": g.reward} | g.metrics).get(name) for g in grades]
-                values = [value for value in values if value is not None]
-                figures[f"{kind} {name} T={temperature:g}"] = monitor.interval(values)
-            kept = [*kept, *[s for s in found if s.question.kind == kind][:16]] if temperature else kept
+        figures |= {f"{name} T={temperature:g}": value for name, value in monitor.intervals(found).items()}
     bar.close()
-    if parallel.rank() == 0:
+    if lead:
         with open(file, "a") as log:
-            for s in kept:
-                row = {"step": step, "completion": s.text, **s.question._asdict(), **s.grade._asdict()}
-                log.write(json.dumps(row) + "\n")
+            for kind in dict.fromkeys(s.question.kind for s in found):
+                for s in [s for s in found if s.question.kind == kind][:16]:
+                    row = {"step": step, "completion": s.text, **s.question._asdict(), **s.grade._asdict()}
+                    log.write(json.dumps(row) + "\n")
     return dict(sorted(figures.items(), key=lambda item: item[0].split(" ")[0]))
 
 

@@ -81,6 +81,15 @@ def by_kind(samples):
     return result if structure is None else result | {"structure": structure}
 
 
+def intervals(samples):
+    """{"policy legal": interval, ...}: reward and metrics of each kind of question."""
+    values = {}
+    for sample in samples:
+        for name, value in ({"reward": sample.grade.reward} | sample.grade.metrics).items():
+            values.setdefault(f"{sample.question.kind} {name}", []).append(value)
+    return {name: interval(v) for name, v in values.items()}
+
+
 def progress_line(m, steps, seconds_left):
     rewards = [f"{name.split('/')[0]} {value:.3f}" for name, value in m.items() if name.split("/")[1:] == ["reward"]]
     kl = f"kl {m['kl']:.4f} " if "kl" in m else ""
