@@ -132,9 +132,9 @@ if [ -n "${TINY:-}" ]; then
     label="--positions 300 --nodes 100 --workers 1"
     tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 60 --eval-positions 2 --workers 1 --dtype float32"
     tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
-    gpt2="$tiny --positions 512" steps_tiny=150 steps_gpt2=200
+    gpt2="$tiny --positions 512" steps_tiny=240 steps_gpt2=240
     table="--positions 4 --judged 2 --self-play 1 --data $OUT/positions.txt.gz"
-    grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32"
+    grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5"
     grpo_tiny=$grpo grpo_gpt2=$grpo
     bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
 small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
@@ -170,16 +170,16 @@ if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: the units that
 fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
-evaluate=("$PYTHON" -m tools.evaluate $table)
+evaluate=("$PYTHON" -m tools.evaluate)
 stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
 stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
-stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" --json "$OUT/before-tiny.json"
-stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" --json "$OUT/before-gpt2.json"
+stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table --json "$OUT/before-tiny.json"
+stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table --json "$OUT/before-gpt2.json"
 stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
 stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
-stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" --json "$OUT/after-tiny.json"
-stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" --json "$OUT/after-gpt2.json"
+stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table --json "$OUT/after-tiny.json"
+stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table --json "$OUT/after-gpt2.json"
 stage bench 12 "${bench[@]}" --json "$OUT/bench.json"
 cat "$OUT/summary.md"
