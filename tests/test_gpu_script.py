@@ -68,7 +68,7 @@ def test_from_labels_to_tables_through_two_kills(env, tmp_path):
     assert "resumed" in (out / "pretrain-tiny.log").read_text()
     assert "goes on from there" in (out / "pretrain-gpt2.log").read_text()  # it was asked to stop, and saved
     assert "resumed" in (out / "pretrain-gpt2.log").read_text()
-    for model in ("tiny", "gpt2"):  # in the last sixth of all steps the learning rate falls
+    for model in ("tiny", "gpt2"):  # in about the last sixth of all steps the learning rate falls
         seen = [json.loads(line)["step"] for line in (out / model / "skill.jsonl").read_text().splitlines()]
         assert max(seen) == 6 * int((out / f"{model}.decay").read_text())
 
@@ -84,7 +84,7 @@ def test_from_labels_to_tables_through_two_kills(env, tmp_path):
         metrics = [json.loads(line) for line in (out / f"grpo-{model}" / "metrics.jsonl").read_text().splitlines()]
         assert [m["step"] for m in metrics] == [1, 2] and not any(m["skipped"] for m in metrics)
     formats = [json.loads((out / m / "config.json").read_text())["chess_format"] for m in ("tiny", "gpt2")]
-    assert formats == ["expanded", "rookworld"]
+    assert formats[0] != formats[1] == "rookworld"
     assert json.loads((out / "bench.json").read_text())["workloads"]["W4"]["ours"]
     summary = (out / "summary.md").read_text()
     assert summary.count("GRPO: 2 steps, ") == 2 and summary.count("| policy: legal move | ") == 2

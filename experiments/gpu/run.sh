@@ -154,7 +154,7 @@ fi
 fifth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 5 + 1)"
 decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped goes on to the same end
 [ -s "$file" ] || "$PYTHON" -c "$fifth" "$1/trainer.pt" >"$file"
-exec "$PYTHON" -m tools.pretrain "$@" --steps $((6 * $(cat "$file"))) --decay "$(cat "$file")"'
+exec "$PYTHON" -m tools.pretrain "$@" --steps $((6 * $(cat "$file"))) --decay 0.16'
 export fifth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
@@ -171,9 +171,9 @@ fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
 evaluate=("$PYTHON" -m tools.evaluate)
-stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny
+stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny --hold
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
-stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2
+stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2 --hold
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table --json "$OUT/before-tiny.json"
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table --json "$OUT/before-gpt2.json"
