@@ -26,6 +26,7 @@ from nanorook import checkpoint, monitor
 
 SHARED = letters.DEFAULTS | {"STEPS": 30}
 FAST = {"LR": 3e-3}  # large steps, so that there is something to clip
+FAR = {"KL_DIVERGENCE_THRESHOLD": 100.0}  # what is learnt here is far from the start, and no run shall go back
 VARIANTS = {
     "default": {},
     **{f"LOSS={loss}": {"LOSS": loss} for loss in ("grpo", "dr_grpo", "cispo", "gspo")},
@@ -39,7 +40,7 @@ VARIANTS = {
     "EPOCHS=8 LR=3e-3 CLIP_RANGE_HIGH=0.2": {"EPOCHS": 8, "CLIP_RANGE_HIGH": 0.2} | FAST,
     "EPOCHS=8 LR=3e-3 no clip": {"EPOCHS": 8, "CLIP_RANGE": 1.0, "CLIP_RANGE_HIGH": 1e9} | FAST,
     **{
-        f"KL_COEF={coef:g} KL_ESTIMATOR={kind}": {"KL_COEF": coef, "KL_ESTIMATOR": kind}
+        f"KL_COEF={coef:g} KL_ESTIMATOR={kind}": {"KL_COEF": coef, "KL_ESTIMATOR": kind} | FAR
         for coef in (0.01, 0.1)
         for kind in ("k1", "k2", "k3")
     },
