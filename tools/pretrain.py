@@ -1,278 +1,308 @@
-"""Supervised training: from labelled positions to a model that speaks both tasks (made weights/tiny).
+"""Supervised training: from labelled positions to a model that knows both tasks (made weights/tiny).
 
-A third task, all legal moves of a position, needs no labels and teaches the rules much faster than five candidates do;
-it starts as most of the mix and fades. Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW.
-A batch is a pure function of the seed and the step, so a killed run resumes with the batches it would have seen.
+python -m tools.pretrain out/mine --steps 30000                              on a CPU, in many hours
+python -m tools.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU with 16 cores
+
+A third task, all legal moves of a position, teaches the rules much faster than five candidates do; it starts as most
+of the mix and fades. A batch is a pure function of the seed and the step, so a resumed run sees the same batches.
 """
 
 import argparse
 import json
-import multiprocessing
+import math
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import time
-from collections import deque
-from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 
 import chess
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-import data
-import tasks
-from engine import CANDIDATES, MATE
-from machine import fastest_dtype, prepare
-from model import GPT, GPTConfig
-from skill import ask, skill
-from tokenizer import LoadError, Tokenizer
+import rewards
+from model import GPT, GPTConfig, causal_bias
+from nanorook import checkpoint, monitor, positions
+from nanorook.settings import refuse
+from nanorook.stockfish import CANDIDATES, MATE
+from nanorook.tokenizer import LoadError, Tokenizer
+from tools.evaluate import sample_and_grade
 
-BUCKET = 32  # sequences are padded to a multiple of this, so that compiled code meets few shapes
+RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
+CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
+ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
+LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.12, 4000  # share of texts that list legal moves: at first, after these steps
+ENVIRONMENT = 0.4  # share of the environment's among the other texts
+UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
+WARMUP = 100  # steps in which the learning rate rises
+BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
+TOKENIZERS = {"squares": Tokenizer.squares, "bytes": Tokenizer.of_bytes, "gpt2": Tokenizer.gpt2}
+SKILL = {"policy": ("legal", "candidates_legal", "top5", "best"), "environment": ("next_state", "truncated")}
+FIXED_PLACES = {"squares": "squares", "expanded": "bytes"}  # format: the tokenizer that gives a square one place
 
 
 def arguments():
-    p = argparse.ArgumentParser("python -m tools.pretrain", description=__doc__.split("\n")[0])
-    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p = argparse.ArgumentParser("python -m tools.pretrain", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("out", help="the model folder to write; run the same command again to resume")
-    p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as data.py reads them")
+    p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as nanorook/positions.py reads")
     p.add_argument("--init", help="start from this model instead of random weights")
-    p.add_argument("--tokenizer", default="bytes", help="'bytes', 'gpt2', or a folder with tokenizer files")
-    p.add_argument("--format", default="expanded", choices=["expanded", "rookworld"], help="how chess is written")
+    p.add_argument("--tokenizer", default="squares", help="squares, bytes, gpt2, or a folder with tokenizer files")
+    p.add_argument("--format", default="squares", choices=[*rewards.WIDTH, "rookworld"], help="see rewards.py")
     p.add_argument("--layers", type=int, default=6, help="12 for GPT-2 124M")
     p.add_argument("--width", type=int, default=256, help="768 for GPT-2 124M")
     p.add_argument("--heads", type=int, default=8, help="12 for GPT-2 124M")
-    p.add_argument("--positions", type=int, default=384, help="the longest text; 1024 for GPT-2 124M")
-    p.add_argument("--steps", type=int, help="how long to train, in steps")
-    p.add_argument("--minutes", type=float, help="how long to train, in minutes; the schedule follows the clock")
-    p.add_argument("--rows", type=int, default=30, help="texts in a step")
+    p.add_argument("--positions", type=int, default=320, help="the longest text; 1024 for GPT-2 124M")
+    p.add_argument("--steps", type=int, required=True, help="where the run ends, counted from its beginning")
+    p.add_argument("--decay", type=float, default=0.3, help="last share of --steps, where the rates fall to zero")
+    p.add_argument("--hold", action="store_true", help="no decay yet: without --hold and with more --steps it goes on")
+    p.add_argument("--rows", type=int, default=32, help="texts in a step; 1024 suits a GPU")
     p.add_argument("--lr-matrix", type=float, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=float, default=0.0005, help="AdamW's learning rate")
     p.add_argument("--eval-every", type=int, default=250, help="steps between saves with a line of skill")
     p.add_argument("--eval-positions", type=int, default=64, help="held-out positions for that line")
-    p.add_argument("--workers", type=int, default=0, help="processes that make batches; 0 makes them in this one")
+    p.add_argument("--workers", type=int, default=0, help="processes that make texts; 0 makes them in this one")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the first weights and of all draws")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args()
-    if a.rows < 5:
-        p.error("--rows has to be at least 5, so that each task has some.")
-    if a.format == "expanded" and a.positions < 256 and not a.init:
-        p.error("--positions has to be at least 256 for expanded texts to fit.")
-    if (a.steps is None) == (a.minutes is None):
-        p.error("say how long to train, with either --steps or --minutes.")
+    if a.rows < 8 or not 0 < a.decay <= 1:
+        p.error("--rows has to be at least 8, so that each task has some, and --decay above 0 and at most 1.")
+    if not a.init and (a.positions < 288 or FIXED_PLACES.get(a.format, a.tokenizer) != a.tokenizer):
+        p.error("--positions has to be at least 288 for texts to fit; --format squares needs --tokenizer squares, "
+                "expanded needs bytes, for squares to have fixed places.")  # fmt: skip
     return a
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Texts
+# Texts: (prompt, completion)
 
 
-def policy_text(position, rng, chess_format):
-    moves = rng.sample(position.moves, len(position.moves))
-    prompt = tasks.policy_prompt(position.fen, chess_format)
-    return prompt, tasks.policy_completion(position.fen, moves, chess_format)
+def policy_text(position, rng, text_format):
+    fen, moves = position.fen, rng.sample(position.moves, len(position.moves))
+    return rewards.policy_prompt(fen, text_format), rewards.policy_completion(fen, moves, text_format)
 
 
-def environment_text(position, rng, chess_format):
-    sample = tasks.environment_sample(position, rng, chess_format)
-    return sample.prompt, tasks.environment_completion(*sample.labels, chess_format)
+def environment_text(position, rng, text_format):
+    """Half of the texts have a short history, down to the move alone: with ten moves always, a model reads the move at
+    the tenth place, and fails where it is empty. Captures change most, so they are asked more often than in RL."""
+    if rng.random() < 0.5:
+        earlier = rng.randrange(10)
+        position = position._replace(history=position.history[-earlier:] if earlier else ())
+    if rng.random() < CAPTURES and (captures := list(chess.Board(position.fen).generate_legal_captures())):
+        position = position._replace(asked=rng.choice(captures).uci())
+    question = rewards.environment_question(position, rng, text_format, ILLEGAL)
+    return question.prompt, rewards.environment_completion(*question.truth, text_format)
 
 
-def legal_text(position, rng, chess_format):
-    moves = [m.uci() for m in chess.Board(position.fen).legal_moves]
-    prompt = tasks.write_prompt("L: ", tasks.write_fen(position.fen, chess_format), chess_format)
-    return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # so many that the text fits into 192 bytes
+def legal_text(position, rng, text_format):
+    moves = [move.uci() for move in chess.Board(position.fen).legal_moves]
+    prompt = rewards.write_prompt("L: ", rewards.write_fen(position.fen, text_format), text_format)
+    return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
 
 
-def rare_kinds(positions):
-    """Boards that rules are about and games seldom show, a list for each kind; a fifth of the texts are of them."""
+TASKS = {"policy": policy_text, "environment": environment_text, "legal": legal_text}
+
+
+def rare_kinds(labelled):
+    """Boards that rules are about and games seldom show, a list for each kind."""
     rights = {"e1g1": "K", "e1c1": "Q", "e8g8": "k", "e8c8": "q"}
     kinds = [
-        [p for p in positions if p.moves and p.moves[0][1] == MATE - 1],
-        [p for p in positions if any(rights.get(uci, "?") in p.fen.split(" ")[2] for uci, _ in p.moves)],  # castlings
-        [p for p in positions if any(len(uci) == 5 for uci, _ in p.moves)],  # promotions
-        [p for p in positions if p.fen.split(" ")[3] != "-"],  # en passant
-        [p for p in positions if 0 < len(p.moves) < CANDIDATES],  # checks, and the last kings and pawns
+        [p for p in labelled if p.moves[0][1] == MATE - 1],
+        [p for p in labelled if any(rights.get(uci, "?") in p.fen.split(" ")[2] for uci, _ in p.moves)],  # castlings
+        [p for p in labelled if any(len(uci) == 5 for uci, _ in p.moves)],  # promotions
+        [p for p in labelled if p.fen.split(" ")[3] != "-"],  # en passant
+        [p for p in labelled if len(p.moves) < CANDIDATES],  # checks, and the last kings and pawns
+        [p for p in labelled if chess.Board(p.fen).is_check()],
     ]
     return [kind for kind in kinds if kind]
 
 
-def make_batch(step, progress):
-    """One step's tokens: for each task inputs and targets (R, S); targets are -1 outside the completions.
+def draw_texts(step):
+    rng, unit = random.Random(f"{args.seed}/{step}"), max(1, args.rows // 32)  # few numbers of rows are few shapes
+    share = LEGAL + (LEGAL_END - LEGAL) * min(1, step / LEGAL_STEPS)
+    legal = round(share * args.rows / unit) * unit
+    environment = round(ENVIRONMENT * (args.rows - legal) / unit) * unit
 
-    Arrays, as a tensor comes from another process as an open file, which is fetched by a thread that may outlive us.
-    """
-    rng = random.Random(f"{args.seed}/{step}")
-    legal = round(args.rows * (0.68 - 0.56 * min(1, progress / 0.7)))
-    environment = round((args.rows - legal) * 0.4)
-    batch = []
-    for task, rows in (
-        (policy_text, args.rows - legal - environment),
-        (environment_text, environment),
-        (legal_text, legal),
-    ):
-        texts = []
-        while len(texts) < rows:
-            position = rng.choice(rng.choice(rare) if rare and rng.random() < 0.2 else positions)
-            if task is policy_text and not position.moves:
-                continue
-            texts.append(task(tasks.mirror(position) if rng.random() < 0.5 else position, rng, config.chess_format))
-        batch.append(tokenize(texts))
-    return batch
+    def draw():
+        position = rng.choice(rng.choice(rare) if rare and rng.random() < RARE else labelled)
+        return positions.mirror(position) if rng.random() < 0.5 else position
+
+    rows = {"policy": args.rows - legal - environment, "environment": environment, "legal": legal}
+    return {task: [TASKS[task](draw(), rng, text_format) for _ in range(rows[task])] for task in TASKS}
+
+
+class Batches(Dataset):
+    def __getitem__(self, step):
+        return [tokenize(texts) for texts in draw_texts(step).values()]
 
 
 def tokenize(texts):
-    prompts = [tokenizer.encode(prompt) for prompt, _ in texts]
-    completions = [tokenizer.encode(completion) + [tokenizer.eos] for _, completion in texts]
-    longest = max(len(p) + len(c) for p, c in zip(prompts, completions)) - 1
-    S = min(config.n_positions, -(-longest // BUCKET) * BUCKET)
+    """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,)."""
+    texts = [(tokenizer.encode(prompt), tokenizer.encode(answer) + [tokenizer.eos]) for prompt, answer in texts]
+    S = min(n_positions, -(-max(len(p) + len(c) - 1 for p, c in texts) // BUCKET) * BUCKET)
     inputs, targets = np.zeros((len(texts), S), dtype=np.int64), np.full((len(texts), S), -1)
-    for i, (p, c) in enumerate(zip(prompts, completions)):
+    weights = np.ones((len(texts), S), dtype=np.float32)
+    for i, (p, c) in enumerate(texts):
         ids = (p + c)[: S + 1]
         inputs[i, : len(ids) - 1] = ids[:-1]
         targets[i, len(p) - 1 : len(ids) - 1] = ids[len(p) :]
-    return inputs, targets
+        if p[0] == ord("A") and text_format in FIXED_PLACES:
+            unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
+            weights[i, len(p) - 1 :][:71][unchanged] = UNCHANGED_WEIGHT
+    places = np.flatnonzero(targets >= 0)
+    return inputs, places, targets.ravel()[places], weights.ravel()[places]
 
 
-def batches(pool, first, progress):
-    """The batches from step `first` on, made ahead by the pool's processes where there is one."""
-    pending = deque()
-    for step in count(first):
-        if pool is None:
-            yield make_batch(step, progress(step))
-        else:
-            pending.append(pool.apply_async(make_batch, (step, progress(step))))
-            if len(pending) > 4 * args.workers:
-                yield pending.popleft().get()
+def ignore_signals(worker):
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides when to stop
+        signal.signal(number, signal.SIG_IGN)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
-
-
-def start():
-    """The model to train: random, or that of --init."""
+def new_model():
     if args.init:
         return GPT.load(args.init)
-    named = {"bytes": Tokenizer.of_bytes, "gpt2": Tokenizer.gpt2}
-    tokenizer = named[args.tokenizer]() if args.tokenizer in named else Tokenizer.load(args.tokenizer)
-    model = GPT(
-        GPTConfig(
-            vocab_size=tokenizer.vocab_size,
-            n_positions=args.positions,
-            n_embd=args.width,
-            n_layer=args.layers,
-            n_head=args.heads,
-            eos_token_id=tokenizer.eos,
-            chess_format=args.format,
-        )
-    )
+    tokenizer = TOKENIZERS[args.tokenizer]() if args.tokenizer in TOKENIZERS else Tokenizer.load(args.tokenizer)
+    shape = tokenizer.vocab_size, args.positions, args.width, args.layers, args.heads
+    model = GPT(GPTConfig(*shape, eos_token_id=tokenizer.eos, extra={"chess_format": args.format}))
     model.tokenizer = tokenizer
-    if args.format == "expanded" and args.tokenizer == "bytes":
-        name_squares(model)
+    if args.format in FIXED_PLACES:
+        name_squares(model, args.format)
     return model
 
 
 @torch.no_grad()
-def name_squares(model):
-    """A square's place in the prompt, and in the environment's answer, starts as the sum of its name's two letters.
-
-    To find a move's square, or a square's old content, is then one dot product. From random places it takes a small
-    model thousands of steps to learn where e2 is.
-    """
-    for board in (len("P: "), tasks.WIDTH["A: "]):
-        for rank in range(8):
-            for file in range(8):
-                place = board + 9 * rank + file  # 9: a slash ends each rank
-                model.wpe.weight[place] += model.wte.weight[ord("a") + file] + model.wte.weight[ord("8") - rank]
+def name_squares(model, text_format):
+    """A square's place in the prompt, and where the environment's answer predicts it, starts as its name's tokens: to
+    find a move's square is one dot product. From random places a small model takes thousands of steps to learn it."""
+    for board in (len("P: "), rewards.WIDTH[text_format]["A: "] - 1):  # -1: a token is predicted from the one before
+        for square in chess.SQUARES:
+            place = board + 9 * (7 - chess.square_rank(square)) + chess.square_file(square)  # 9: a slash ends a rank
+            model.wpe.weight[place] += model.wte.weight[model.tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
 
 
-def make_optimizers(model):
-    matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    if not hasattr(torch.optim, "Muon"):  # torch before 2.9
-        return [torch.optim.AdamW(matrices + others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0)]
-    return [
-        torch.optim.Muon(matrices, lr=args.lr_matrix, weight_decay=0),
-        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0),
-    ]
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum whose updates are made orthogonal by five Newton-Schulz steps (Jordan et al., 2024).
+    torch.optim.Muon's are always in bf16, which takes 15 of 18 seconds a step on a CPU without units for it."""
+
+    def __init__(self, matrices, lr, dtype, momentum=0.95):
+        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonal(p.grad.lerp(momentum, group["momentum"]).to(self.dtype))
+                p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
+
+
+def orthogonal(x):
+    """The nearest matrix with singular values of about 1."""
+    x = x / (x.norm() + 1e-7)
+    wide = x if x.shape[0] <= x.shape[1] else x.mT
+    for _ in range(5):
+        gram = wide @ wide.mT
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+    return wide if x.shape[0] <= x.shape[1] else wide.mT
+
+
+def schedule(step):
+    """Factor of the learning rates: it rises, is held, and falls to zero over the last --decay of --steps."""
+    left = 1.0 if args.hold else (args.steps - step) / (args.decay * args.steps)
+    return min(1.0, (step + 1) / WARMUP, left)
+
+
+def hidden(model, tokens):  # (R, S, C)
+    S, device = tokens.shape[1], tokens.device
+    return model.trunk(tokens, torch.arange(S, device=device), causal_bias(S, device))[0]
+
+
+def evaluate(model, questions):
+    """{"policy legal T=0": mean, ...} of held-out questions, greedy and at temperature 1."""
+    model, skill = model.cast(model.dtype), {}
+    for kind, names in SKILL.items():
+        for temperature in (0, 1):
+            answers = sample_and_grade(model, [q for q in questions if q.kind == kind], temperature, rows=256)
+            for name in names:
+                mean = sum(grade.metrics[name] for _, grade in answers) / len(answers)
+                skill[f"{kind} {name} T={temperature}"] = round(mean, 4)
+    return skill
 
 
 def main():
-    global args, config, tokenizer, positions, rare  # read by make_batch, in the pool's processes too
+    global args, tokenizer, text_format, n_positions, labelled, rare  # read by draw_texts, in the workers too
     args = arguments()
     torch.manual_seed(args.seed)
-    prepare()
-    model = start()
-    config, tokenizer = model.config, model.tokenizer
-    positions, held_out = data.split([p for source in args.data for p in data.load(source)])
-    rare = rare_kinds(positions)
-    tests = ask(held_out, args.eval_positions, config.chess_format)
-    if not any(p.moves for p in positions):
-        sys.exit("error: the data has no labelled position to train on; label it with python -m tools.label.")
-    pool = multiprocessing.get_context("fork").Pool(args.workers, ignore_sigint) if args.workers else None
+    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
+    model = new_model()
+    tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
+    labelled, held_out = positions.split([p for source in args.data for p in positions.load(source) if p.moves])
+    if not labelled or not held_out:
+        refuse("the data has no labelled positions to train on and to hold out; label some with python -m tools.label.")
+    rare, rng = rare_kinds(labelled), random.Random(0)
+    chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))
+    questions = [rewards.policy_question(p, text_format) for p in chosen]
+    questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
 
-    model.to(args.device)
-    optimizers = make_optimizers(model)
-    dtype = fastest_dtype(args.device) if args.dtype == "auto" else getattr(torch, args.dtype)
-    model.use(dtype)
-    trunk = torch.compile(model.trunk) if args.device == "cuda" else model.trunk
-    out = Path(args.out)
-    state_file = out / "trainer.pt"
-    step, elapsed = 0, 0.0
-    if state_file.exists():
-        try:
-            state = torch.load(state_file, map_location=args.device, weights_only=True)
-            if state["config"] != asdict(config):
-                raise ValueError("another shape")
-            model.load_state_dict(state["model"])
-            for optimizer, saved in zip(optimizers, state["optimizers"]):
+    out, device, state, step, elapsed = Path(args.out), torch.device(args.device), {}, 0, 0.0
+    state_file, model = out / "trainer.pt", model.to(device)
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    try:
+        if state_file.exists():  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step
+            state = torch.load(state_file, map_location="cpu", weights_only=True)
+        dtype = state["dtype"] if state else str(monitor.fastest_dtype(device))[6:]  # measured once for a run
+        model.use(getattr(torch, dtype if args.dtype == "auto" else args.dtype))
+        adam = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0)
+        optimizers = Muon(matrices, args.lr_matrix, model.dtype), adam
+        if state:
+            model.load_state_dict(state["model"] if state["config"] == str(model.config) else {})  # {} is refused
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             step, elapsed = state["step"], state["elapsed"]
-        except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError):
-            sys.exit(f"error: {state_file} is damaged or of another model; delete it, or name another folder.")
-        tqdm.write(f"resumed {out} at step {step}, after {elapsed / 60:.0f} minutes of training")
-
-    def progress(at):
-        """From 0 to 1, at a step: by the clock, or by the step alone."""
-        return at / args.steps if args.steps else elapsed / 60 / args.minutes
+            tqdm.write(f"resumed {out} at step {step}, after {elapsed / 60:.0f} minutes of training")
+    except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError):
+        refuse(f"{state_file} is damaged or of another model; delete it, or name another folder.")
+    compiler = device.type == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
+    if device.type == "cuda" and not compiler:
+        tqdm.write("no C compiler was found, so torch.compile is left out: apt install gcc")
+    forward = torch.compile(hidden, dynamic=True) if compiler else hidden
 
     def save():
         model.save(out, torch.bfloat16 if args.half else torch.float32)
-        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-        state |= {"config": asdict(config), "step": step, "elapsed": elapsed}
-        torch.save(state, out / "trainer.pt.tmp")
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "dtype": dtype}
+        torch.save(state | {"config": str(model.config), "step": step, "elapsed": elapsed}, out / "trainer.pt.tmp")
         os.replace(out / "trainer.pt.tmp", state_file)
+        if not stop:  # the curve of skill against texts
+            skill = {"step": step, "texts": step * args.rows, "seconds": round(elapsed), **evaluate(model, questions)}
+            shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
+            tqdm.write(f"step {step}  " + "  ".join(shown))
+            with open(out / "skill.jsonl", "a") as log:
+                log.write(json.dumps(skill) + "\n")
 
-    stop = []
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, frame: stop.append(number))
-    total = args.steps if args.steps else round(args.minutes * 60)
-    bar = tqdm(total=total, initial=round(progress(step) * total), unit="step" if args.steps else "s", smoothing=0.05)
-    last = time.time()
-    for batch in batches(pool, step, progress):
-        if progress(step) >= 1 or stop:
-            break
-        decay = min(1, (step + 1) / 100) * min(1, (1 - progress(step)) / 0.45)  # warm up, hold, then down to zero
-        for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr) if len(optimizers) == 2 else (args.lr,)):
-            for group in optimizer.param_groups:
-                group["lr"] = lr * decay
-        targets_in_step = sum(int((targets >= 0).sum()) for _, targets in batch)
-        losses = []
-        for inputs, targets in batch:
-            inputs, targets = (torch.from_numpy(x).to(args.device) for x in (inputs, targets))
-            kept = targets >= 0
-            logits = model.head(trunk(inputs)[0][kept])  # no logits where no loss is
-            loss = F.cross_entropy(logits.float(), targets[kept], reduction="sum")
-            (loss / targets_in_step).backward()
-            losses.append(loss.detach() / kept.sum())
+    stop = checkpoint.catch_signals()
+    bar, last = tqdm(total=args.steps, initial=step, unit="step", smoothing=0.05), time.time()
+    workers = {"num_workers": args.workers, "worker_init_fn": ignore_signals, "collate_fn": list}
+    workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's globals
+    for batch in DataLoader(Batches(), None, sampler=range(step, args.steps), **workers):
+        rate, normalizer, losses = schedule(step), float(sum(weights.sum() for *_, weights in batch)), []
+        for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
+            optimizer.param_groups[0]["lr"] = lr * rate
+        for arrays in batch:
+            tokens, places, targets, weights = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+            logits = model.head(forward(model, tokens).flatten(0, 1).index_select(0, places))  # none where no loss is
+            loss = F.cross_entropy(logits.float(), targets, reduction="none")
+            ((loss * weights).sum() / normalizer).backward()
+            losses.append(loss.detach().mean())
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             for optimizer in optimizers:
                 optimizer.step()
@@ -280,49 +310,20 @@ def main():
             tqdm.write(f"step {step + 1}: the gradient is not finite, so the weights stay as they are")
         model.zero_grad(set_to_none=True)
         step += 1
-        now = time.time()
-        elapsed, last = elapsed + now - last, now
-        bar.n = round(progress(step) * total)
+        elapsed, last = elapsed + time.time() - last, time.time()
         if step % 10 == 0:
-            names = ("policy", "environment", "legal")
-            bar.set_postfix({n: f"{loss.item():.3f}" for n, loss in zip(names, losses)}, refresh=False)
-        bar.update(0)
-        if step % args.eval_every == 0:
+            bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in zip(TASKS, losses)}, refresh=False)
+        bar.update()
+        if step % args.eval_every == 0 or step == args.steps or stop:
             save()
-            report(model, tests, dtype, out, step, elapsed)
-            last = time.time()  # skill is not training time
+            last = time.time()  # that was not training time
+        if stop:
+            sys.exit(f"stopped at step {step}; the same command goes on from there.")
     bar.close()
-    save()
-    if pool:  # what is pending is made and forgotten: to end processes in the middle of it may hang or crash
-        pool.close()
-        pool.join()
-    if stop:
-        sys.exit(f"stopped at step {step}; the same command goes on from there.")
-    if step % args.eval_every:
-        report(model, tests, dtype, out, step, elapsed)
-
-
-def report(model, tests, dtype, out, step, elapsed):
-    """One line of held-out skill, on the screen and in skill.jsonl."""
-    values = {name: round(mean, 4) for name, (mean, _) in skill(model.cast(dtype), tests)[0].items()}
-    shown = (
-        "policy structure T=1",
-        "policy legal T=0",
-        "policy legal T=1",
-        "policy best T=0",
-        "environment next_state T=0",
-    )
-    tqdm.write(f"step {step}  " + "  ".join(f"{name} {values[name]:.1%}" for name in shown if name in values))
-    with open(out / "skill.jsonl", "a") as log:
-        log.write(json.dumps({"step": step, "seconds": round(elapsed), **values}) + "\n")
-
-
-def ignore_sigint():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (LoadError, data.DataError) as error:
-        sys.exit(f"error: {error}")
+    except (LoadError, positions.DataError) as error:
+        refuse(error)
