@@ -89,7 +89,7 @@ class Attention(nn.Module):
         else:  # decoding: S = 1
             for stored, new in zip(cache, (k, v)):
                 stored[:, :, :, at] = new.to(stored.dtype)
-            y = attend_shared(q.to(cache[0].dtype), *(x[:, :, :, : bias.shape[-1]] for x in cache), bias, *prompt)
+            y = attend_shared(q.to(cache[0].dtype), *cache, bias, *prompt)
         return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), (k, v)
 
 
@@ -188,12 +188,9 @@ class GPT(nn.Module):
 
         On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
         """
-        device = tokens.device
-        if torch.is_tensor(t):
-            at, written = t, torch.arange(cache.keys[0].shape[3], device=device) <= t
-            bias = torch.where(written, 0.0, -math.inf)  # all T tokens are read, as a graph needs fixed shapes
-        else:
-            at, bias = slice(t, t + 1), torch.zeros(t + 1)  # only what is written is read
+        room = torch.arange(cache.keys[0].shape[3], device=tokens.device)
+        bias = torch.where(room <= t, 0.0, -math.inf)  # what is not written yet must not be seen
+        at = t if torch.is_tensor(t) else slice(t, t + 1)
         positions = prompt.lengths.repeat_interleave(len(tokens) // len(prompt.lengths))[:, None] + t  # (N, 1)
         return self.head(self.trunk(tokens, positions, bias, prompt, cache, at)[0])[:, 0]
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 CHECK_EVERY = 8  # tokens between two checks of which rows have ended; on CUDA each makes the host wait
+GROW_BY = 16  # tokens by which a CPU's cache grows
 
 
 class Batch(NamedTuple):
@@ -50,6 +51,12 @@ class Cache(NamedTuple):
     def empty(cls, config, B, G, T, device, dtype):
         shape = B, config.n_head, G, T, config.n_embd // config.n_head
         return cls(*([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)] for _ in "kv"))
+
+    def grow(self, tokens):
+        """With room for more tokens. On a CPU the cache grows: products read it whole, and copy what is a view."""
+        B, H, G, _, D = self.keys[0].shape
+        empty = self.keys[0].new_zeros(B, H, G, tokens, D)  # 0 and not any memory: it may hold NaN
+        return Cache(*([torch.cat([x, empty], 3) for x in half] for half in self))
 
     def select(self, groups, members):
         """Some groups only, and of each group the rows `members` (groups, rows)."""
@@ -132,7 +139,8 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
     prompt = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if device.type == "cuda" else torch.float32  # on a CPU small products are faster in fp32
     prompt.keys, prompt.values = ([x.to(dtype).contiguous() for x in half] for half in (prompt.keys, prompt.values))
-    cache = Cache.empty(model.config, B, group_size, T, device, dtype)
+    room = T if device.type == "cuda" else 0  # a captured graph needs fixed shapes
+    cache = Cache.empty(model.config, B, group_size, room, device, dtype)
 
     tokens = torch.full((N, T), max(eos, 0), device=device)
     logprobs = torch.zeros(N, T, device=device)
@@ -169,6 +177,8 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
             replay()
     else:
         for t in range(T):
+            if t % GROW_BY == 0:
+                cache = cache.grow(min(GROW_BY, T - t))
             step(t)
             if (t + 1) % CHECK_EVERY == 0:
                 living = alive.view(len(prompt.lengths), -1)  # (B, G)
