@@ -10,12 +10,14 @@ of the mix and fades. A batch is a pure function of the seed and the step, so a 
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -160,9 +162,11 @@ def tokenize(texts):
     return inputs, places, targets.ravel()[places], weights.ravel()[places]
 
 
-def ignore_signals(worker):
-    for number in (signal.SIGINT, signal.SIGTERM):  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+def start_worker(number):
+    """The main process decides when to stop; a worker ends with it, also when it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
 def new_model():
@@ -232,9 +236,8 @@ def evaluate(model, questions):
     for kind, names in SKILL.items():
         for temperature in (0, 1):
             answers = sample_and_grade(model, [q for q in questions if q.kind == kind], temperature, rows=256)
-            for name in names:
-                mean = sum(grade.metrics[name] for _, grade in answers) / len(answers)
-                skill[f"{kind} {name} T={temperature}"] = round(mean, 4)
+            means = {name: sum(grade.metrics[name] for _, grade in answers) / len(answers) for name in names}
+            skill |= {f"{kind} {name} T={temperature}": round(mean, 4) for name, mean in means.items()}
     return skill
 
 
@@ -252,7 +255,6 @@ def main():
     chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))
     questions = [rewards.policy_question(p, text_format) for p in chosen]
     questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
-
     out, device, state, step, elapsed = Path(args.out), torch.device(args.device), {}, 0, 0.0
     state_file, model = out / "trainer.pt", model.to(device)
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
@@ -291,7 +293,7 @@ def main():
 
     stop = checkpoint.catch_signals()
     bar, last = tqdm(total=args.steps, initial=step, unit="step", smoothing=0.05), time.time()
-    workers = {"num_workers": args.workers, "worker_init_fn": ignore_signals, "collate_fn": list}
+    workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": list}
     workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's globals
     for batch in DataLoader(Batches(), None, sampler=range(step, args.steps), **workers):
         rate, normalizer, losses = schedule(step), float(sum(weights.sum() for *_, weights in batch)), []
@@ -319,7 +321,6 @@ def main():
             last = time.time()  # that was not training time
         if stop:
             sys.exit(f"stopped at step {step}; the same command goes on from there.")
-    bar.close()
 
 
 if __name__ == "__main__":
