@@ -1,19 +1,17 @@
 """nanorook/folder.py: every published form of a GPT-2 is read; damaged or hostile folders are refused."""
 
 import dataclasses
-import io
 import json
 import os
 import shutil
 import struct
-import zipfile
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from model import GPTConfig
-from nanorook.folder import fetch, read_config, read_pickle, read_weights
+from nanorook.folder import fetch, read_config, read_weights
 from nanorook.tokenizer import LoadError
 
 SIZES = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4}
@@ -37,14 +35,10 @@ def write_config(folder, **entries):
 
 
 def test_config_has_defaults_and_keeps_entries_that_are_not_its_own(tmp_path):
-    written = {"architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "torch_dtype": "float16", "dtype": "float16"}
-    written |= {"bos_token_id": 256, "transformers_version": "4.1", "activation_function": "gelu_new"}
-    written |= {"model_type": "gpt2", "tie_word_embeddings": False}
+    written = {"architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "torch_dtype": "float16", "bos_token_id": 256}
     kept = {"chess_format": "expanded", "n_inner": None, "use_cache": True}
-    write_config(tmp_path, **written, **kept, eos_token_id=256)
+    write_config(tmp_path, **written, **kept, eos_token_id=256, activation_function="gelu_pytorch_tanh")
     assert read_config(tmp_path, GPTConfig) == GPTConfig(**SIZES, eos_token_id=256, extra=kept)
-    write_config(tmp_path, n_inner=4 * 48, activation_function="gelu_pytorch_tanh")
-    assert read_config(tmp_path, GPTConfig) == GPTConfig(**SIZES, extra={"n_inner": 4 * 48})
 
 
 def test_a_config_of_transformers_is_read(tmp_path):
@@ -52,21 +46,14 @@ def test_a_config_of_transformers_is_read(tmp_path):
     GPT2Config(**SIZES, eos_token_id=256).save_pretrained(tmp_path)
     config = read_config(tmp_path, GPTConfig)
     assert dataclasses.replace(config, extra={}) == GPTConfig(**SIZES, eos_token_id=256)
-    again = GPT2Config(**config.extra, **SIZES).to_dict()
-    assert again == {**GPT2Config(**SIZES).to_dict(), **config.extra}
 
 
 BAD_ENTRIES = [
     ({"model_type": "llama"}, "model_type is 'llama', but only 'gpt2' is supported"),
-    ({"model_type": None}, "model_type is None"),
     ({"activation_function": "relu"}, "'relu', but only 'gelu_new' or 'gelu_pytorch_tanh' is supported"),
     ({"n_inner": 7}, "n_inner is 7, but only None or 192 is supported"),
-    ({"scale_attn_weights": False}, "scale_attn_weights"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ({"add_cross_attention": True}, "add_cross_attention"),
     ({"n_layer": "3"}, "n_layer is '3', which no GPT-2 has"),
-    ({"n_layer": True}, "n_layer"),
-    ({"n_layer": -1}, "n_layer"),
     ({"n_embd": 2**31 - 2}, "n_embd"),
     ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon"),
     ({"n_layer": 0}, "a size is 0"),
@@ -81,7 +68,7 @@ def test_an_unsupported_config_is_refused(tmp_path, entries, reason):
     assert reason in message and message.startswith(f"{tmp_path}/config.json: ")
 
 
-@pytest.mark.parametrize("content", [None, b"{nope", b"[1]", b"", b"\xff\x00\x80", b"[" * 100_000])
+@pytest.mark.parametrize("content", [None, b"{nope", b"[1]", b"\xff\x00\x80"])
 def test_a_config_that_is_not_a_json_object_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
@@ -124,10 +111,11 @@ class Code:
         return os.system, ("touch executed",)
 
 
-def change_index(folder, name):
+def outside(folder):
     as_shards(folder)
     shutil.copy(folder / "model-00000.safetensors", folder.parent / "outside.safetensors")  # it could be loaded
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": name}))
+    index = {"weight_map": {"a.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def without_shard(folder):
@@ -141,38 +129,18 @@ def cut(folder):
     file.write_bytes(file.read_bytes()[:-8])
 
 
-def zipped(pickled):
-    """torch.save's file with another pickle in it."""
-    saved, made = io.BytesIO(), io.BytesIO()
-    torch.save(WEIGHTS, saved)
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(made, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, pickled if name.endswith("data.pkl") else old.read(name))
-    return made.getvalue()
-
-
-def binary(content):
-    return lambda folder: (folder / "pytorch_model.bin").write_bytes(content)
-
-
 LONG_NAME = b"\x80\x02c" + b"m" * 500_000 + b"\nn\n."  # torch alone would take an hour to refuse it
 HUGE_HEADER = struct.pack("<Q", 2**60) + b"{}"
 BAD_WEIGHTS = {
     "none": (lambda f: None, "no weights"),
     "cut": (cut, "model.safetensors"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors"),
     "huge header": (lambda f: (f / "model.safetensors").write_bytes(HUGE_HEADER), "model.safetensors"),
     "missing shard": (without_shard, "model-00001.safetensors is missing"),
-    "shard outside": (lambda f: change_index(f, {"a.weight": "../outside.safetensors"}), "points out of the folder"),
-    "map of numbers": (lambda f: change_index(f, {"a.weight": 1}), "weight_map"),
+    "shard outside": (outside, "points out of the folder"),
     "code": (lambda f: as_pickle(f, {"wte.weight": Code()}), "pytorch_model.bin"),
     "old code": (lambda f: as_old_pickle(f, {"wte.weight": Code()}), "pytorch_model.bin"),
     "not tensors": (lambda f: as_pickle(f, {"wte.weight": 1}), "dictionary of tensors"),
-    "no dictionary": (lambda f: as_pickle(f, torch.ones(3)), "dictionary of tensors"),
-    "long name": (binary(LONG_NAME), "1000 characters"),
-    "long name in a zip": (binary(zipped(LONG_NAME)), "1000 characters"),
-    "empty stack": (binary(zipped(b"\x80\x02R.")), "pytorch_model.bin"),
-    "damaged zip": (binary(b"PK" + zipped(b"N.")[500:]), "pytorch_model.bin"),
+    "long name": (lambda f: (f / "pytorch_model.bin").write_bytes(LONG_NAME), "1000 characters"),
 }
 
 
@@ -187,22 +155,11 @@ def test_bad_weights_are_refused_and_run_no_code(tmp_path, monkeypatch, name):
     assert not (tmp_path / "executed").exists()
 
 
-def test_read_pickle_reads_what_a_checkpoint_needs(tmp_path):
-    state = {
-        "step": 3,
-        "rng": torch.get_rng_state(),
-        "moments": [torch.ones(2)],
-        "settings": {"LR": 1e-5, "MODEL": "x"},
-    }
-    torch.save(state, tmp_path / "state.pt")
-    assert str(read_pickle(tmp_path / "state.pt")) == str(state)
-
-
 # -----------------------------------------------------------------------------
 # The hub
 
 
-@pytest.mark.parametrize("source", ["nowhere", "./a/b", "../a/b", "/a/b", "a/b/c", "https://a.b/c"])
+@pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c"])
 def test_nothing_is_downloaded_unless_a_hub_id_is_given(monkeypatch, source):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("reached for the hub"))
     assert refused(fetch, source).startswith(f"{source}: there is no such folder")

@@ -3,7 +3,6 @@
 import collections
 import gzip
 import random
-import time
 
 import chess
 import chess.pgn
@@ -45,10 +44,7 @@ def positions():
 
 @pytest.fixture(scope="module")
 def builtin():
-    start = time.process_time()
-    loaded = P.load("builtin")
-    assert time.process_time() - start < 3
-    return loaded
+    return P.load("builtin")
 
 
 # -----------------------------------------------------------------------------
@@ -62,7 +58,6 @@ def test_expanded_boards_have_a_character_for_each_square_and_contract_again(pos
         pieces = map(chess.Board(fen).piece_at, chess.SQUARES)
         assert squares == "".join(piece.symbol() if piece else "." for piece in pieces)
         assert rest == fen.split(" ", 1)[1] and P.contract_board(f"{board} {rest}") == fen == P.contract_board(fen)
-    assert P.contract_board("8/8 w - - .. 1") == "8/8 w - - .. 1"  # dots are empty squares on the board alone
 
 
 def test_mirror_is_python_chess_mirror_and_an_involution(positions):
@@ -114,50 +109,33 @@ def test_builtin(builtin):
 # Moves to ask about
 
 
-def kind_of_illegal(board, move):
-    piece = board.piece_at(move.from_square)
-    if piece is None:
-        return "empty square"
-    if piece.color != board.turn:
-        return "opponent's piece"
-    return "king in check" if board.is_pseudo_legal(move) else "impossible"
-
-
 def test_moves_to_ask_about_are_of_every_kind(builtin):
     rng, kinds, count = random.Random(4), collections.Counter(), 4000
-    sample = [(chess.Board(p.fen), p.moves[0][0]) for p in rng.sample(builtin, count)]
-    start = time.process_time()
-    moves = [P.environment_move(board, rng, 1 / 4, best) for board, best in sample]
-    assert (time.process_time() - start) / count < 1e-3
-    for (board, _), uci in zip(sample, moves):
-        move = chess.Move.from_uci(uci)
+    for position in rng.sample(builtin, count):
+        board = chess.Board(position.fen)
+        move = chess.Move.from_uci(P.environment_move(board, rng, 1 / 4, position.moves[0][0]))
         if not board.is_legal(move):
-            kinds.update(["illegal", kind_of_illegal(board, move)])
+            piece = board.piece_at(move.from_square)
+            kinds.update(["illegal", "own piece" if piece and piece.color == board.turn else "other square"])
+            kinds["king in check"] += board.is_pseudo_legal(move)
             continue
         kinds["en passant"] += board.is_en_passant(move)
-        kinds["O-O" if board.is_kingside_castling(move) else "O-O-O"] += board.is_castling(move)
+        kinds["castling"] += board.is_castling(move)
         kinds["promotion"] += move.promotion == chess.QUEEN
         kinds["underpromotion"] += move.promotion in (chess.KNIGHT, chess.BISHOP, chess.ROOK)
         if end := P.game_end(board, move):
             kinds[end.name] += 1
     assert 0.22 < kinds["illegal"] / count < 0.28
-    least = dict.fromkeys(("impossible", "opponent's piece", "empty square", "king in check"), 0.015 * count)
-    least |= {"en passant": 5, "O-O": 40, "O-O-O": 10, "promotion": 8, "underpromotion": 15}
-    least |= {"CHECKMATE": 20, "STALEMATE": 2, "INSUFFICIENT_MATERIAL": 1}
+    least = {"own piece": 120, "other square": 120, "king in check": 60, "en passant": 5, "castling": 50}
+    least |= {"promotion": 8, "underpromotion": 15, "CHECKMATE": 20, "STALEMATE": 2}
     for kind, number in least.items():
         assert kinds[kind] >= number, (kind, kinds)
 
 
-def test_the_move_that_mates_is_asked_about_often():
+def test_the_move_that_mates_is_asked_about_often_and_where_none_is_legal_an_illegal_one():
     rng, board = random.Random(5), chess.Board(MATE_IN_ONE)
     assert 120 < sum(P.environment_move(board, rng, 1 / 4, "a1a8") == "a1a8" for _ in range(200)) < 190
-
-
-def test_without_legal_moves_or_on_request_the_move_is_illegal(positions):
-    rng, mated = random.Random(6), chess.Board("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1")
-    for board in [mated, *(chess.Board(p.fen) for p in positions[:300])]:
-        assert P.environment_move(board, rng, 1) not in {move.uci() for move in board.legal_moves}
-    assert P.environment_move(mated, rng, 0)
+    assert P.environment_move(chess.Board("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1"), random.Random(6), 0)
 
 
 # -----------------------------------------------------------------------------
@@ -177,15 +155,12 @@ def policy_line(position, best):
     return f"P: {position.fen:90}M: {names:30}E: {evals:40}B: {best}"
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "renamed.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_own_format_round_trip(positions, tmp_path, name):
     positions = [*positions, Position(START, (), ()), Position(MATE_IN_ONE, ("h7h6",), (("a1a8", 99999),))]
-    lines = [P.write_position(position) for position in positions]
-    assert [P.read_position(line) for line in lines] == positions
-    path = save(tmp_path / name, lines)
-    if name == "renamed.gz":  # the content decides, not the name
-        path = path.rename(tmp_path / "renamed.txt")
-    assert P.load(path) == positions == P.load(str(path))
+    path = save(tmp_path / name, map(P.write_position, positions))
+    path = path.rename(tmp_path / "renamed")  # the content decides, not the name
+    assert P.load(path) == positions
     expanded = [P.write_position(p._replace(fen=P.expand_board(p.fen))) for p in positions]
     assert P.load(save(path, expanded)) == positions
 
@@ -199,15 +174,10 @@ def test_an_en_passant_square_that_no_pawn_can_use_is_removed():
 
 def test_long_files_in_own_format_are_verified_at_their_start(positions, tmp_path, monkeypatch):
     monkeypatch.setattr(P, "VERIFIED_LINES", 500)
-    lines = [P.write_position(position) for position in positions[:1200]]
-    illegal = f"{START};;e2e5:10"
-    wrong_start, wrong_end, broken_end = lines.copy(), lines.copy(), lines.copy()
-    wrong_start[100:160] = wrong_end[700:760] = [illegal] * 60
-    broken_end[700:760] = [illegal[:-3]] * 60  # the format is checked in every line
-    assert len(P.load(save(tmp_path / "a", wrong_end))) == 1200
-    for broken, line in (wrong_start, 101), (broken_end, 701):
-        with pytest.raises(DataError, match=f"b, line {line}: "):
-            P.load(save(tmp_path / "b", broken))
+    lines, illegal = [P.write_position(position) for position in positions[:1200]], [f"{START};;e2e5:10"] * 60
+    assert len(P.load(save(tmp_path / "a", lines[:700] + illegal + lines[700:]))) == 1260
+    with pytest.raises(DataError, match="b, line 101: "):
+        P.load(save(tmp_path / "b", lines[:100] + illegal + lines[100:]))
 
 
 @pytest.mark.parametrize("write", [str, P.expand_board])
@@ -216,14 +186,6 @@ def test_rookworld_policy_lines(positions, tmp_path, write):
     for loaded, position in zip(P.load(save(tmp_path / "rook.txt", lines)), positions, strict=True):
         assert loaded.fen == position.fen and set(loaded.moves) == set(position.moves)
         assert [cp for _, cp in loaded.moves] == [cp for _, cp in position.moves]
-
-
-def test_rookworld_policy_line_for_black_and_with_an_illegal_move(tmp_path):
-    line, fen = "P: {}   M: h7h1 {} h7a7 E: -0.1 -999.98 2.5 B: {}", "7k/7r/8/8/8/8/6R1/K7 b - - 0 1"
-    best_first = ("h7a7", 250), ("h7h1", -10), ("h7g7", -99998)
-    assert P.load(save(tmp_path / "a", [line.format(fen, "h7g7", "h7g7")])) == [Position(fen, (), best_first)]
-    with pytest.raises(DataError, match="illegal uci: 'h8g8'"):  # g8 is attacked
-        P.load(save(tmp_path / "a", [line.format(fen, "h8g8", "h8g8")]))
 
 
 def test_rookworld_environment_lines(positions, tmp_path):
@@ -238,35 +200,25 @@ def test_rookworld_environment_lines(positions, tmp_path):
 
 
 def test_fen_and_epd_lists(tmp_path):
+    """Own format may stand between them: each line is recognised by itself."""
     lines = [
         "\ufeff# a comment, and an empty line",
         "",
-        START,
         P.expand_board(EN_PASSANT) + "  ",
-        "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1",  # no pawn can use e3
         '1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - - bm Qd1+; id "BK.01; with a mark";',
-        "8/8/8/4k3/8/8/4P3/4K3 w - -",
+        f"{START};;e2e4:20",
         "8/8/8/4k3/8/8/4P3/4K3 w - - 5 40 bm e4",
     ]
     (tmp_path / "fens").write_text("\r\n".join(lines), encoding="utf-8")
     assert P.load(tmp_path / "fens") == [
-        (START, (), (), None),
         (EN_PASSANT, (), (), None),
-        ("rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1", (), (), None),
         ("1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - - 0 1", (), (), None),
-        ("8/8/8/4k3/8/8/4P3/4K3 w - - 0 1", (), (), None),
+        (START, (), (("e2e4", 20),), None),
         ("8/8/8/4k3/8/8/4P3/4K3 w - - 5 40", (), (), None),
     ]
 
 
-def test_formats_may_be_mixed_line_by_line(positions, tmp_path):
-    first, second = positions[50:52]
-    lines = [P.write_position(first), policy_line(second, second.moves[0][0]), first.fen]
-    expected = [first, second._replace(history=()), first._replace(history=(), moves=())]
-    assert P.load(save(tmp_path / "mixed", lines)) == expected
-
-
-@pytest.mark.parametrize("name", ["games.pgn", "games.PGN.gz", "games.txt"])
+@pytest.mark.parametrize("name", ["games.pgn", "games.pgn.gz"])
 def test_pgn(tmp_path, name):
     texts, expected = [], []
     for seed in range(12):
@@ -278,39 +230,21 @@ def test_pgn(tmp_path, name):
         for move in board.move_stack:
             expected.append(as_position(replay)._replace(asked=move.uci()))
             replay.push(move)
-    from_fen = chess.pgn.Game()
-    from_fen.setup(MATE_IN_ONE)
-    from_fen.add_main_variation(chess.Move.from_uci("a1a8"))
-    expected.append(Position(MATE_IN_ONE, (), (), "a1a8"))
-    text = "\n\n".join([*texts, str(from_fen)]).encode()
-    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
-    assert P.load(tmp_path / name) == expected
+    assert P.load(save(tmp_path / name, texts)) == expected
 
 
-BAD_GAMES = {
-    "illegal move": "1. e4 e4 *",
-    "null move": "1. e4 -- 2. d4 *",
-    "Chess960": '[Variant "Chess960"]\n[FEN "bqnbrkrn/pppppppp/8/8/8/8/PPPPPPPP/BQNBRKRN w KQkq - 0 1"]\n\n1. e4 *',
-    "no king": '[FEN "8/8/8/4k3/8/8/4P3/8 w - - 0 1"]\n\n1. e4 *',
-    "no FEN": '[FEN "what"]\n\n1. e4 *',
-    "huge number": "1. e4 $" + "9" * 5000 + " e5 *",
-}
-
-
-@pytest.mark.parametrize("name", BAD_GAMES)
-def test_bad_games_are_left_out_if_they_are_few(tmp_path, capfd, name):
+@pytest.mark.parametrize("bad", ["1. e4 e4 *", '[FEN "what"]\n\n1. e4 *', f"1. e4 ${'9' * 5000} e5 *"])
+def test_bad_games_are_left_out_if_they_are_few(tmp_path, capfd, bad):
     good = '[Event "x"]\n\n1. e4 e5\n2. Nf3 *\n\n'
-    (tmp_path / "few.pgn").write_text(good * 200 + BAD_GAMES[name] + "\n\n" + good)
+    (tmp_path / "few.pgn").write_text(good * 200 + bad + "\n\n" + good)
     assert len(P.load(tmp_path / "few.pgn")) == 3 * 201
-    out, err = capfd.readouterr()
-    assert err.count("\n") == 1 and "1 of 202 games" in err and "line 1001: expected" in err
-    (tmp_path / "many.pgn").write_text(good + "\n\n" + BAD_GAMES[name])
+    assert "1 of 202 games" in capfd.readouterr().err
+    (tmp_path / "many.pgn").write_text(good + "\n\n" + bad)
     with pytest.raises(DataError, match="many.pgn, line 8: expected .*1 of 2 games"):
         P.load(tmp_path / "many.pgn")
-    assert capfd.readouterr() == ("", "")
 
 
-def hub_dataset(tmp_path, monkeypatch, lines, column="text"):
+def hub_dataset(tmp_path, monkeypatch, lines):
     """A dataset in a cache of the hub's own client, which is offline in the tests."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -319,7 +253,7 @@ def hub_dataset(tmp_path, monkeypatch, lines, column="text"):
     folder.mkdir(parents=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
-    parquet.write_table(pyarrow.table({column: lines}), folder / "train-00000-of-00003.parquet")
+    parquet.write_table(pyarrow.table({"text": lines}), folder / "train-00000-of-00003.parquet")
 
 
 def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
@@ -330,50 +264,35 @@ def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
     assert len(P.load("hub:jrahn/rookworld_7m")) == 200
 
 
-def test_hub_without_network_or_text(tmp_path, monkeypatch):
+def test_a_hub_that_cannot_be_reached_is_one_sentence():
     with pytest.raises(DataError, match="^hub:nobody/nothing: (the hub did not give|.*pyarrow)") as error:
         P.load("hub:nobody/nothing")
     assert "\n" not in str(error.value)
-    hub_dataset(tmp_path, monkeypatch, ["?"], column="moves")
-    with pytest.raises(DataError, match="text"):
-        P.load("hub:jrahn/rookworld_7m")
 
 
 # -----------------------------------------------------------------------------
 # Bad files
 
-NINES = "9" * 400  # would not fit into a float
 BAD_FILES = [
-    (b"", "found none"),
+    (None, "expected a file of positions"),
     (b"\n\n# only a comment\n", "found none"),
-    (bytes(range(256)) * 20, "line 2: expected text in UTF-8, found the byte 0x80"),
-    (b"\0\0\0\0", "line 1: expected a FEN"),
     (START.encode() + b"\n# caf\xe9\n", "line 2: expected text in UTF-8, found the byte 0xe9"),
     (gzip.compress(START.encode() * 999)[:-9], "damaged or cut short"),
-    (b"\x1f\x8b\x08junk and more junk", "damaged or cut short"),
-    ("Hello, world", "line 1: expected a FEN, an EPD, .* found 'Hello, world'"),
-    ("8/8/8/8/8/8/8/8 w - - 0 1", "line 1: expected a position that chess allows"),
-    ("4k3/8/8/8/8/8/8/4K2r b - - 0 1", "line 1: expected a position that chess allows"),  # the king can be taken
-    ("4k3/8/8/8/8/8/4K3 w - - 0 1", "line 1: "),  # seven ranks
-    ("\n\n4k3/8/8/8/8/8/8/4K3 x - - 0 1", "line 3: expected a FEN"),
+    (b"Hello, world", "line 1: expected a FEN, an EPD, .* found 'Hello, world'"),
+    (b"\n\n4k3/8/8/8/8/8/8/4K2r b - - 0 1", "line 3: expected a position that chess allows"),  # the king can be taken
+    (b"4k3/8/8/8/8/8/4K3 w - - 0 1", "line 1: "),  # seven ranks
     (f"{START};;e2e5:10", "line 1: illegal uci: 'e2e5'"),
-    (f"{START};;e2e4:10 e2e4:5", "line 1: expected each move once"),
     (f"{START};;e2e4:10 d2d4:15", "line 1: expected each move once, best first"),
-    (f"{START};;e2e4", "line 1: expected a FEN"),
-    (f"{START};;e2e4:{NINES}", "line 1: expected a FEN"),
-    (f"{START};e2e9;", "line 1: expected a FEN"),
+    (f"{START};;e2e4:{'9' * 400}", "line 1: expected a FEN"),  # would not fit into a float
     (f"P: {START}   M: e2e4 d2d4 E: 0.3 B: e2e4", "line 1: expected as many evaluations as moves"),
-    (f"P: {START}   M: e2e4 E: nan B: e2e4", "line 1: expected a FEN"),
-    (f"P: {START}   M: e2e4 E: {NINES} B: e2e4", "line 1: expected a FEN"),
     (f"A: {START}+e2e4+d2d4+{START}+0.001+0+0", "line 1: expected the recent moves to end with"),
-    (f"{START}+e2e4+e2e4+{START}+0.001+0", "line 1: expected a FEN"),
-    (f"{START}+e2e4++{START}+0.001+0+0", "line 1: expected a FEN"),
 ]
 
 
 @pytest.mark.parametrize("content, expected", BAD_FILES)
 def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
-    (tmp_path / "bad").write_bytes(content if isinstance(content, bytes) else content.encode() + b"\n")
+    if content:
+        (tmp_path / "bad").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=expected) as error:
         P.load(tmp_path / "bad")
     message = str(error.value)
@@ -381,23 +300,9 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
     assert "\n" not in message and len(message) < 420
 
 
-def test_missing_files_and_folders(tmp_path):
-    for path in tmp_path / "missing.txt", tmp_path:
-        with pytest.raises(DataError, match=f"^{path}: expected a file of positions, .*\\.$"):
-            P.load(path)
-
-
-@pytest.mark.parametrize("line", [START, f"{START};;e2e4", f"P: {START}", ""])
-def test_read_position_refuses_other_lines(line):
-    with pytest.raises(ValueError, match="expected 'FEN;recent moves"):
-        P.read_position(line)
-
-
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys):
     lines = [P.write_position(position) for position in positions[:990]]
-    assert P.load(save(tmp_path / "none", lines)) == positions[:990] and capsys.readouterr().err == ""
     assert P.load(save(tmp_path / "few", lines[:500] + ["?"] * 9 + lines[500:])) == positions[:990]
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "few: left out 9 of 999 lines" in err and "line 501: expected" in err
+    assert "few: left out 9 of 999 lines" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"many, line 501: expected .*\(11 of 1001 lines"):
         P.load(save(tmp_path / "many", lines[:500] + ["?"] * 11 + lines[500:]))

@@ -39,28 +39,24 @@ def answering(tmp_path, *lines):
 
 @needs_stockfish
 def test_labels_are_those_of_python_chess_s_engine(engine):
+    board, depths = chess.Board(MIDDLE_GAME), {}
     with chess.engine.SimpleEngine.popen_uci(stockfish.require()) as other:
         other.configure({"Threads": 1, "Hash": 16})
-        for fen in OPENING, MIDDLE_GAME:
-            board, depths = chess.Board(fen), {}
-            with other.analysis(board, chess.engine.Limit(nodes=NODES), multipv=5, game=object()) as analysis:
-                for line in analysis:
-                    if "multipv" in line and not {"upperbound", "lowerbound"} & line.keys():
-                        depths.setdefault(line["depth"], {}).setdefault(line["multipv"], line)
-            deepest = max(depth for depth, lines in depths.items() if len(lines) == 5)
-            expected = [depths[deepest][rank] for rank in range(1, 6)]
-            moves = tuple((line["pv"][0].uci(), line["score"].relative.score()) for line in expected)
-            assert engine.search_afresh(board, NODES) == moves
+        with other.analysis(board, chess.engine.Limit(nodes=NODES), multipv=5, game=object()) as analysis:
+            for line in analysis:
+                if "multipv" in line and not {"upperbound", "lowerbound"} & line.keys():
+                    depths.setdefault(line["depth"], {}).setdefault(line["multipv"], line)
+    deepest = max(depth for depth, lines in depths.items() if len(lines) == 5)
+    lines = [depths[deepest][rank] for rank in range(1, 6)]
+    expected = tuple((line["pv"][0].uci(), line["score"].relative.score()) for line in lines)
+    assert engine.search_afresh(board, NODES) == expected
 
 
 @needs_stockfish
 def test_mates_and_few_legal_moves(engine):
-    assert engine.name.startswith("Stockfish")
     assert engine.search_afresh(chess.Board(MATE_IN_ONE), 2000)[0] == ("a1a8", 99999)
     assert len(engine.search_afresh(chess.Board(OPENING), 1)) == 5  # nodes are doubled until a depth is finished
     assert engine.search_afresh(chess.Board(MATED_SOON), 2000) == (("h8g8", -99999),)
-    black_wins = chess.Board("4k3/8/8/8/8/8/q7/6K1 b - - 0 1")
-    assert engine.search_afresh(black_wins, 2000)[0][1] > 500  # from the side to move's view
 
 
 def info(depth, rank, score, move):
@@ -77,17 +73,6 @@ def test_evaluations_come_from_one_finished_depth(tmp_path):
     moves = engine.search(chess.Board("7k/8/8/8/8/8/8/K7 w - - 0 1"), NODES)
     assert moves == (("a1a2", 8), ("a1b2", 5), ("a1b1", -99997))
     engine.close()
-    engine = Engine(answering(tmp_path, info(1, 1, "cp 5", "h8g8"), info(2, 1, "cp 9 upperbound", "h8g8")))
-    assert engine.search(chess.Board(MATED_SOON), NODES) == (("h8g8", 5),)
-    engine.close()
-
-
-@pytest.mark.parametrize("answer", [["I resign"], [info(1, rank, "cp 9", "a1a1") for rank in range(1, 6)]])
-def test_nonsense_is_an_error(tmp_path, answer):
-    engine = Engine(answering(tmp_path, *answer))
-    with pytest.raises(EngineError, match=f"^gave no legal moves for {chess.STARTING_FEN}$"):
-        engine.search(chess.Board(), NODES)
-    engine.close()
 
 
 @pytest.mark.parametrize("text, error", [("exec sleep 100", "said nothing for 0.1 seconds"), ("exit 1", "died")])
@@ -99,9 +84,7 @@ def test_an_engine_that_fails_when_it_starts_leaves_no_process(tmp_path, monkeyp
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_missing_program_is_one_sentence(monkeypatch, tmp_path):
-    with pytest.raises(EngineError, match="^cannot be started .No such file or directory.$"):
-        Engine(str(tmp_path / "none"))
+def test_a_missing_program_is_one_sentence(monkeypatch):
     monkeypatch.setenv("STOCKFISH_PATH", "/no/such")
     with pytest.raises(SystemExit, match="STOCKFISH_PATH is /no/such, which is no program"):
         Labeller()
@@ -109,8 +92,7 @@ def test_a_missing_program_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(stockfish.shutil, "which", lambda *args, **options: None)
     with pytest.raises(SystemExit, match="apt install stockfish"):
         stockfish.require()
-    labeller = Labeller()  # grades by the rules alone
-    assert labeller.label(OPENING) == () and labeller.failures == 0
+    assert Labeller().label(OPENING) == ()  # grades by the rules alone
 
 
 @needs_stockfish
