@@ -56,27 +56,20 @@ def distance(one, other):
     return torch.stack([(a - b).norm() for a, b in zip(one.parameters(), other.parameters())]).norm().item()
 
 
-# Gradient explosion: no clipping; ratio 99,990 x advantage 0.8 over 200 tokens; norm 54,648,652; weights destroyed
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_gradient_explosion(policy, sign):
+def test_gradient_explosion(policy):
+    """No clipping; ratio 99,990 x advantage 0.8 over 200 tokens; norm 54,648,652; weights destroyed."""
     batch = sampled(policy)[0]
-    mask, advantages = batch.completion_mask, torch.full(batch.tokens.shape, 0.8 * sign)
 
     def gradient(**clip):
         logprobs, _ = train.forward(policy, batch)
         far = logprobs.detach() - math.log(99990)  # the weights that sampled gave these tokens next to nothing
+        advantages = torch.full(batch.tokens.shape, 0.8)
         policy.zero_grad()
-        grpo.policy_loss(logprobs, far, advantages, mask, **{**DEFAULT, **clip})[0].backward()
+        grpo.policy_loss(logprobs, far, advantages, batch.completion_mask, **{**DEFAULT, **clip})[0].backward()
         return torch.stack([p.grad.norm() for p in policy.parameters()]).norm().item()
 
-    unclipped = gradient(clip_low=1e9, clip_high=1e9)
-    assert unclipped > 1e4
-    if sign > 0:
-        assert gradient() == 0  # the clip stops a move that has already gone too far
-    else:  # the way back is not clipped, by PPO's design; there the gradient's own norm is the limit
-        assert gradient() == pytest.approx(unclipped)
+    assert gradient(clip_high=1e9) > 1e4
+    assert gradient() == 0  # the clip stops a move that has already gone too far
 
 
 @pytest.mark.parametrize("limit", [1.0, 0.01])
@@ -87,10 +80,8 @@ def test_no_step_is_longer_than_the_clip_allows(policy, monkeypatch, limit):
     assert metrics["grad_norm"] > 100 and distance(policy, start) == pytest.approx(limit, rel=1e-3)
 
 
-# Zero-gradient collapse: a hard cap (0.05) gave every sample one reward: no variance, no gradient
-
-
 def test_zero_gradient_collapse(toy_run, monkeypatch):
+    """A hard cap (0.05) gave every sample one reward: no variance, no gradient."""
     grade = toy.grade
 
     def run(out, worth):
@@ -105,41 +96,28 @@ def test_zero_gradient_collapse(toy_run, monkeypatch):
         assert row["frac_zero_std"] == 1 and row["grad_norm"] == 0 and "most groups have one reward" in row["advice"]
     for row in run("scaled", lambda reward: reward * 0.3):
         assert row["frac_zero_std"] < 0.5 and row["grad_norm"] > 0
-    texts = [ANSWER, ANSWER.replace("B: f1b5", "B: c2c3"), ANSWER.replace("B: f1b5", "B: a1a8")]
-    cut = [rewards.grade(QUESTION, text, hit_limit=True).reward for text in texts]
-    assert cut[0] > cut[1] > cut[2] > 0  # chess multiplies, so the order remains
-
-
-# Filibuster: completions ran to the limit without an end token
 
 
 def test_filibuster(byte_model, monkeypatch):
-    """Of four equal answers two have an end token. Only the runaway penalty tells them apart."""
-    encode, eos = byte_model.tokenizer.encode, 256
-    rows = [encode(text) + [eos] * (65 - len(encode(text))) for text in (ANSWER, ANSWER, ANSWER + "  ", ANSWER + "  ")]
-    tokens = torch.tensor([row[: len(encode(ANSWER)) + 1] for row in rows])
-    ends = tokens[:, -1] == eos
-    start = byte_model.state_dict()
-    for multiplier in (1.0, rewards.RUNAWAY_PENALTY_MULTIPLIER):
-        monkeypatch.setattr(rewards, "RUNAWAY_PENALTY_MULTIPLIER", multiplier)
-        policy = copy.deepcopy(byte_model)
-        grades = [rewards.grade(QUESTION, ANSWER + " " * (not end), not end) for end in ends]
-        samples = [train.Sample(QUESTION, "", list(range(1, 70)), not end, g) for g, end in zip(grades, ends)]
-        batch = Batch(*pad_prompts([encode(QUESTION.prompt)], "cpu"), tokens, tokens >= 0, torch.zeros(()), ~ends)
-        with torch.no_grad():
-            batch = batch._replace(rollout_logprobs=train.forward(policy, batch)[0])
-        batch = train.with_advantages(batch, samples, None)
-        update(policy, [batch], lr=0.05)
-        before = batch.rollout_logprobs[ends, -1].mean()
-        assert (train.forward(policy, batch)[0][ends, -1].mean() > before + 1e-3) == (multiplier < 1)
-        assert all(map(torch.equal, start.values(), policy.state_dict().values())) == (multiplier == 1)
-        assert train.describe_rewards(samples)["hit_limit"] == 0.5  # counted either way
-
-
-# Cliff rewards: -1 for anything malformed, all rewards -1, NaN
+    """Completions ran to the limit without an end token. Here, of four equal answers, two end."""
+    tokens = torch.tensor([[*byte_model.tokenizer.encode(ANSWER), last] for last in (256, 256, 32, 32)])
+    cut = tokens[:, -1] != 256
+    grades = [rewards.grade(QUESTION, ANSWER, hit_limit) for hit_limit in cut.tolist()]
+    samples = [train.Sample(QUESTION, ANSWER, list(range(1, 70)), h, g) for h, g in zip(cut.tolist(), grades)]
+    prompt = pad_prompts([byte_model.tokenizer.encode(QUESTION.prompt)], "cpu")
+    batch = Batch(*prompt, tokens, tokens >= 0, torch.zeros(()), cut)
+    with torch.no_grad():
+        batch = batch._replace(rollout_logprobs=train.forward(byte_model, batch)[0])
+    update(byte_model, [train.with_advantages(batch, samples, None)], lr=0.05)
+    before, after = batch.rollout_logprobs, train.forward(byte_model, batch)[0]
+    assert after[~cut, -1].mean() > before[~cut, -1].mean() + 1e-3
+    assert train.describe_rewards(samples)["hit_limit"] == 0.5
+    monkeypatch.setattr(rewards, "RUNAWAY_PENALTY_MULTIPLIER", 1.0)
+    assert rewards.grade(QUESTION, ANSWER, True).reward == grades[0].reward  # nothing else tells them apart
 
 
 def test_cliff_rewards():
+    """-1 for anything malformed, all rewards -1, NaN."""
     cliff = torch.full((5, 1), -1.0)
     assert ((cliff - cliff.mean()) / cliff.std()).isnan().all()  # 0 / 0
     assert (grpo.advantages(cliff, 5, "group") == 0).all()
@@ -150,73 +128,30 @@ def test_cliff_rewards():
     assert grpo.advantages(graded, 5)[2] > grpo.advantages(graded, 5)[1]
 
 
-# Random weights: the model was never loaded; random text; every parse failed
-
-
-def test_random_weights(byte_model, toy_run, monkeypatch):
-    noise, grade = torch.rand(2, 2, 144), toy.grade
-    monkeypatch.setattr(train, "task", rewards)
-    questions = [QUESTION, rewards.environment_question(Position(FEN, (), MOVES), random.Random(0), "expanded")]
-    samples = [s for _, some in train.sample(byte_model, questions, 2, 1.0, noise) for s in some]
-    found = train.describe_rewards([*samples, *samples])  # in groups of four
-    assert found["structure"] == 0 and found["frac_zero_std"] == 1 and found["reward"] == pytest.approx(-0.3)
+def test_random_weights(toy_run, monkeypatch):
+    """The model was never loaded; random text; every parse failed."""
+    grade = toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: grade(*args)._replace(metrics={"structure": 0.0}))
     with pytest.raises(SystemExit, match="only 0% of the first completions have the structure of an answer"):
         toy_run()
 
 
-# KL explosion: KL 15-19 at step 0, and the threshold raised to 50 to get past it
+# The function of train.py that has the bug, and what stands in its place
+BUGS = {
+    "dropout": ("score", lambda: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1)),
+    "another temperature": ("generate", lambda *args: generate(*args[:4], 0.7, *args[5:])),
+    "tokens made again": ("generate", lambda *a: (b := generate(*a))._replace(tokens=b.tokens.roll(1, 1))),
+    "not finite": ("generate", lambda *a: (b := generate(*a))._replace(rollout_logprobs=b.rollout_logprobs / 0)),
+    "another reference": ("make_reference", lambda *args: toy.model(seed=1)),
+}
 
 
-def dropout(patch):
-    patch(train, "score", lambda: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1))
-
-
-def another_temperature(patch):
-    patch(train, "generate", lambda *args: generate(*args[:4], 0.7, *args[5:]))
-
-
-def tokens_made_again_from_text(patch):  # as when a leading space is lost
-    patch(train, "generate", lambda *args: (batch := generate(*args))._replace(tokens=batch.tokens.roll(1, 1)))
-
-
-def weights_that_are_not_finite(patch):
-    load = GPT.load
-
-    def broken(source):
-        model = load(source)
-        with torch.no_grad():
-            model.h[0].attn.c_attn.weight[0, 0] = math.nan
-        return model
-
-    patch(GPT, "load", broken)
-
-
-def another_reference(patch):
-    make = train.make_reference
-
-    def other(model, *args):
-        model = copy.deepcopy(model)
-        with torch.no_grad():
-            model.h[0].attn.c_attn.weight.mul_(1.5)
-        return make(model, *args)
-
-    patch(train, "make_reference", other)
-
-
-@pytest.mark.parametrize(
-    "bug, message",
-    [
-        (dropout, "sampling and training disagree"),
-        (another_temperature, "sampling and training disagree"),
-        (tokens_made_again_from_text, "sampling and training disagree"),
-        (weights_that_are_not_finite, "sampling and training disagree by nan"),
-        (another_reference, "the reference is not the start model"),
-    ],
-)
-def test_kl_explosion(bug, message, toy_run, monkeypatch, tmp_path):
+@pytest.mark.parametrize("bug", BUGS)
+def test_kl_explosion(bug, toy_run, monkeypatch, tmp_path):
+    """KL 15-19 at step 0, and the threshold raised to 50 to get past it."""
+    message = "reference is not the start model" if "reference" in bug else "sampling and training disagree"
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match=message):
-        bug(patch.setattr)
+        patch.setattr(train, *BUGS[bug])
         toy_run("refused")
     assert not checkpoint.folders(tmp_path / "refused")
     row = toy_run(TEMPERATURE=0.7)[0]  # the temperature is part of the distribution on both sides
@@ -233,48 +168,41 @@ def test_policy_and_reference_are_compiled_alike(toy_run, monkeypatch):
     assert len(compiled) >= 4 and row["kl"] == 0
 
 
-# Recovery crash: UnboundLocalError in the NaN path. NaN is injected at every stage of a step.
-
-
 def inject(patch, stage, steps):
-    """At the steps named, NaN in a stage of the road."""
-    now = {"bad": False}
-    rollout, policy_loss, step_of = train.rollout, grpo.policy_loss, torch.optim.AdamW.step
+    """NaN at one stage of the steps named."""
+    now = {"step": -1}
+    rollout, reference, adamw = train.rollout, train.reference_logprobs, torch.optim.AdamW.step
 
-    def counted(model, questions, step):
-        now["bad"] = step in steps
-        results = rollout(model, questions, step)
-        field = {"reward": "advantages", "sampling": "rollout_logprobs"}.get(stage)
-        if field and now["bad"]:
-            return [(b._replace(**{field: getattr(b, field) * math.nan}), samples) for b, samples in results]
+    def bad(value, at):
+        return value * math.nan if at == stage and now["step"] in steps else value
+
+    def sampling(model, questions, step):
+        now["step"] = step
+        results = []
+        for batch, samples in rollout(model, questions, step):
+            advantages, logprobs = bad(batch.advantages, "reward"), bad(batch.rollout_logprobs, "sampling")
+            results.append((batch._replace(advantages=advantages, rollout_logprobs=logprobs), samples))
         return results
 
-    def broken(value, at):
-        return value * math.nan if stage == at and now["bad"] else value
-
-    def loss(*args, **kwargs):
-        value, stats = policy_loss(*args, **kwargs)
-        return broken(value, "loss"), stats
+    def gradient(parameters):
+        first = next(iter(parameters))
+        first.grad = bad(first.grad, "gradient")
 
     def optimizer(self, *args):
-        if stage == "optimizer" and now["bad"] and self.state:
-            next(iter(self.state.values()))["exp_avg"].fill_(math.nan)
-        return step_of(self, *args)
+        for moments in self.state.values():
+            moments["exp_avg"] = bad(moments["exp_avg"], "optimizer")
+        return adamw(self, *args)
 
-    def gradient(parameters):
-        if stage == "gradient" and now["bad"]:
-            next(iter(parameters)).grad[0] = math.inf
-
-    patch(train, "rollout", counted)
-    patch(grpo, "policy_loss", loss)
-    patch(train, "score", lambda: lambda *args: broken(GPT.score(*args), "logits"))
-    patch(train, "reference_logprobs", lambda *args, f=train.reference_logprobs: broken(f(*args), "reference"))
-    patch(torch.optim.AdamW, "step", optimizer)
+    patch(train, "rollout", sampling)
+    patch(train, "score", lambda: lambda *args: bad(GPT.score(*args), "logits"))
+    patch(train, "reference_logprobs", lambda *args: bad(reference(*args), "reference"))
     patch(parallel, "sum_gradients", gradient)
+    patch(torch.optim.AdamW, "step", optimizer)
 
 
-@pytest.mark.parametrize("stage", ["sampling", "reward", "logits", "reference", "loss", "gradient", "optimizer"])
+@pytest.mark.parametrize("stage", ["sampling", "reward", "logits", "reference", "gradient", "optimizer"])
 def test_recovery_from_nan(stage, toy_run, monkeypatch, tmp_path, capsys):
+    """UnboundLocalError in the NaN path."""
     inject(monkeypatch.setattr, stage, {1})
     before, update = [], train.update
     monkeypatch.setattr(train, "update", lambda *a, **k: before.append(copy.deepcopy(a[0])) or update(*a, **k))
@@ -289,7 +217,7 @@ def test_recovery_from_nan(stage, toy_run, monkeypatch, tmp_path, capsys):
 
 
 def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
-    inject(monkeypatch.setattr, "loss", range(1, 100))
+    inject(monkeypatch.setattr, "gradient", range(1, 100))
     with pytest.raises(SystemExit, match="failed for the third time; lower LR"):
         toy_run(STEPS=12, MAX_CONSECUTIVE_NANS=2)
     printed = capsys.readouterr().out
@@ -304,10 +232,8 @@ def test_recovery_from_a_policy_that_has_left_its_reference(toy_run, monkeypatch
     assert rows[2]["kl"] == 0 and rows[2]["lr"] == pytest.approx(0.0125)  # the start, once more
 
 
-# Std normalisation: dividing advantages by the group's std hurt with near-constant rewards
-
-
 def test_std_normalisation():
+    """Dividing advantages by the group's std hurt with near-constant rewards."""
     noise, signal = [0.4, 0.4, 0.4, 0.401], [-0.3, 1.0, 0.2, 0.5]
     values = torch.tensor([*noise, *signal])[:, None]
     noise, signal = grpo.advantages(values, 4, "group").view(2, 4).abs().amax(1)
@@ -316,10 +242,8 @@ def test_std_normalisation():
     assert train.SCALE_REWARDS == "none" and noise < signal / 500
 
 
-# End token untrained: padding was the end token, so the mask dropped it and nothing learnt to stop
-
-
 def test_end_token_is_trained(policy):
+    """Padding was the end token, so the mask dropped it and nothing learnt to stop."""
     batch = sampled(policy, 8)[0]
     ends = (batch.tokens == 256) & batch.completion_mask
     assert ends.sum() >= 4 and (ends.sum(1) == (~batch.hit_limit)).all()  # one of its own in each row that has ended
@@ -333,17 +257,13 @@ def test_end_token_is_trained(policy):
     assert (gradient_at_ends(batch.completion_mask) < 0).all()
 
 
-# Truncated outputs: too few new tokens for the format
-
-
 def test_truncated_outputs(toy_run, monkeypatch):
+    """Too few new tokens for the format."""
     monkeypatch.setattr(toy, "LIMITS", {"short": 1, "long": 1})
     row = toy_run(STEPS=1)[0]
     assert row["hit_limit"] > 0.8 and row["length"] == 1
     assert "cut off at their limit: raise MAX_NEW_TOKENS" in row["advice"]  # not called malformed text
 
-
-# A gain without a reward (invariant 11): with all advantages zero the weights end as they began, bit for bit
 
 WAYS = [dict(LOSS=loss, CREDIT=credit) for loss in grpo.LOSSES for credit in ("piece", "answer")]
 WAYS += [dict(KL_ESTIMATOR="k3", KL_COEF=0.5), dict(KL_COEF=0.0), dict(DTYPE="bfloat16"), dict(SCALE_REWARDS="group")]
@@ -352,18 +272,11 @@ WAYS += [dict(SCALE_REWARDS="batch", EPOCHS=2), dict(TOP_K=5, TOP_P=0.9, TEMPERA
 
 @pytest.mark.parametrize("changes", WAYS, ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()))
 def test_without_a_reward_nothing_moves(changes, toy_run, toy_model, tmp_path):
+    """Invariant 11: with all advantages zero the weights end as they began, bit for bit."""
     toy_run(LR=0.1, CONTROL=True, **changes)
     start, end = (GPT.load(folder).state_dict() for folder in (toy_model, tmp_path / "out" / "model"))
     assert all(torch.equal(start[name].view(torch.int32), end[name].view(torch.int32)) for name in start)
 
-
-def test_a_reward_that_tells_nothing_apart_moves_nothing(toy_run, monkeypatch, toy_model, tmp_path):
-    monkeypatch.setattr(toy, "grade", lambda *args: toy.Grade(0.7, (("a", 0.3, None), ("b", 0.4, (0, 1))), {}))
-    toy_run(LR=0.1, SCALE_REWARDS="group")
-    assert distance(GPT.load(toy_model), GPT.load(tmp_path / "out" / "model")) == 0
-
-
-# Silent settings: a collector built with defaults ignored the group size that was asked for
 
 BASE = dict(STEPS=3, EPOCHS=2, LR=0.02, LR_SCHEDULE="constant", KL_COEF=0.1, KL_WARMUP_STEPS=2, BATCH_POSITIONS=4)
 BASE |= dict(WARMUP_STEPS=0, EVAL_POSITIONS=4, SAVE_EVERY=100, TASK=toy.__file__)
@@ -398,7 +311,7 @@ def started(monkeypatch, tmp_path, toy_model):
 
 
 def test_no_setting_is_silent(started, tmp_path):
-    """One setting is changed at a time, from the name that a user types to what a run leaves."""
+    """A collector built with defaults ignored the group size that was asked for. Here each change has to show."""
     plain = started()
     row = plain[0][2]
     assert row["clip_low"] > 0 and row["clip_high"] > 0 and row["kl"] < 1  # else some have nothing to do
@@ -427,19 +340,14 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
         importlib.reload(rewards)
         config = types.SimpleNamespace(extra={})
         kinds = [q.kind for q in rewards.ask([Position(FEN, (), MOVES)] * 10, 10, random.Random(0), config)]
-        return kinds.count("environment"), rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True, step=0).reward
+        malformed = rewards.grade(QUESTION, ANSWER.replace("B: f1b5", "B: a1a8"), step=0).reward
+        return kinds.count("environment"), rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True).reward, malformed
 
-    plain = chess()
-    assert plain == (3, {"policy": 144, "environment": 144}, pytest.approx(0.3))
-    assert chess(MIX_ENV_RATIO=0.8)[0] == 8
-    assert chess(MAX_NEW_TOKENS=7, MAX_NEW_TOKENS_ENV=8)[1] == {"policy": 7, "environment": 8}
-    assert chess(RUNAWAY_PENALTY_MULTIPLIER=0.5)[2] == pytest.approx(0.5)
-    weights = rewards.POLICY_WEIGHTS
-    bad = ANSWER.replace("B: f1b5", "B: a1a8")
-    chess(REWARD_WARMUP_STEPS=10)
-    assert rewards.grade(QUESTION, bad, step=0).reward == pytest.approx(1)  # at step 0 structure is all
-    assert rewards.grade(QUESTION, bad, step=10).reward < 1 - weights["legal"]
-    assert chess() == plain
+    changes = dict(MIX_ENV_RATIO=0.8, MAX_NEW_TOKENS=7, MAX_NEW_TOKENS_ENV=8, REWARD_WARMUP_STEPS=10)
+    found = chess(**changes, RUNAWAY_PENALTY_MULTIPLIER=0.5)
+    assert found == (8, {"policy": 7, "environment": 8}, pytest.approx(0.5), pytest.approx(1))  # at first form is all
+    environment, limits, runaway, illegal = chess()
+    assert environment == 3 and runaway < 0.5 and illegal < 0.9
 
 
 def test_every_setting_is_known_to_do_something():
