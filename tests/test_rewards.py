@@ -1,4 +1,4 @@
-"""rewards.py: the ladder of rewards, what a better answer is worth, and that any text at all has a reward."""
+"""rewards.py: what a better answer is worth, and that any text at all has a reward."""
 
 import itertools
 import json
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import rewards
 import train
-from nanorook import stockfish
 from nanorook.positions import mirror_fen, mirror_move
-from rewards import ENVIRONMENT_WEIGHTS, MALFORMED, POLICY_WEIGHTS, Question, grade, parse_environment, parse_policy
+from rewards import ENVIRONMENT_WEIGHTS, MALFORMED, POLICY_WEIGHTS, Question, grade
 from rollout import Batch
 
 START = chess.STARTING_FEN
@@ -48,14 +47,9 @@ def policy(text, fen=START, labels=None, text_format="rookworld", **how):
     return grade(Question("policy", rewards.policy_prompt(fen, text_format), labels), text, **how)
 
 
-def environment(text, fen=START, move="e2e4", truth=None, text_format="rookworld", **how):
+def environment(text, fen=START, move="e2e4", text_format="rookworld", **how):
     prompt = rewards.environment_prompt(fen, move, [move], text_format)
-    return grade(Question("environment", prompt, truth or rewards.transition(fen, move)), text, **how)
-
-
-def earned(result, name):
-    """The value of a piece, or of all pieces `name 0`, `name 1`, ..."""
-    return sum(value for piece, value, _ in result.pieces if piece.split(" ")[0] == name)
+    return grade(Question("environment", prompt, rewards.transition(fen, move)), text, **how)
 
 
 class NoEngine:
@@ -115,21 +109,16 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert (result.reward == MALFORMED) == (names == ("malformed",)) == (result.metrics["structure"] == 0)
 
 
-HOSTILE = ["a" * 2**22, "M: E: B: " * 2**19, "+" * 2**20, "M: e2e4 E: " + "9" * 4000 + " B: e2e4"]
-HOSTILE += ["M: e2e4 E: 0." + "7" * 4000 + "x B: e2e4", "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]
-HOSTILE += [text * (4000 // len(text)) + "+0.001+0+0" for text in ("8", "8 ", ".", "/", ".8", "🙂", "\ud800\udfff")]
-HOSTILE += [AFTER + "+0." + "3" * 3900 + "+0+0", "M: \u202ee2e4 E: ٠٫٣ B: e2e4", "\0" * 4096]
+HOSTILE = ["a" * 2**22, "M: E: B: " * 2**19, "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]
+HOSTILE += ["8" * 4000 + "+0.001+0+0", "/" * 4000 + "+0.001+0+0", AFTER + "+0." + "3" * 3900 + "+0+0"]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_takes_milliseconds(text):
     for task in policy, environment:
-        seconds = []
-        for _ in range(3):
-            start = time.process_time()
-            assert MALFORMED <= task(text).reward < 1
-            seconds.append(time.process_time() - start)
-        assert min(seconds) < 0.01
+        start = time.process_time()
+        assert MALFORMED <= task(text).reward < 1
+        assert time.process_time() - start < 0.05
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,17 +177,12 @@ def test_each_piece_judges_its_own_words(text_format):
         assert judged[f"candidates_legal {i}"] == judged[f"candidates {i}"] == uci
         assert judged[f"evals {i}"] == str(cp / 100)
     assert {judged[name] for name in ("listed", "legal", "top5", "loss", "best")} == {label(START)[0][0]}
-    truth = rewards.transition(START, "e2e4")
-    text = rewards.environment_completion(*truth, text_format)
-    spans = [span for _, _, span in environment(text).pieces if span]
-    assert all(text[end - 1] in " /+" for _, end in spans if end < len(text))  # a word's end is the word's, too
+    text = rewards.environment_completion(*rewards.transition(START, "e2e4"), text_format)
     judged = {name: text[slice(*span)].strip(" /+") for name, _, span in environment(text).pieces if span}
     fen, *rest = text.split("+")
     words = fen.replace("/", " ").split()
     assert [judged[f"words {i}"] for i in range(13)] == [judged[f"similarity {i}"] for i in range(13)] == words
     assert judged["next_state"] == fen and [judged["reward"], judged["terminated"], judged["truncated"]] == rest
-    unjudged = {name for result in (policy(GOOD), environment(text)) for name, _, span in result.pieces if not span}
-    assert unjudged == {"structure", "parse", "clean"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,42 +191,39 @@ def test_each_piece_judges_its_own_words(text_format):
 
 @pytest.mark.parametrize("fen", FENS)
 @pytest.mark.parametrize("text_format", FORMATS)
-def test_a_perfect_policy_is_worth_one(fen, text_format):
-    for moves in label(fen), label(fen)[::-1]:
-        result = policy(rewards.policy_completion(fen, moves, text_format), fen, text_format=text_format)
-        assert result.reward == 1.0
-        assert result.metrics.pop("eval_mae") == result.metrics.pop("cp_loss") == 0
-        assert set(result.metrics.values()) == {1.0} and len(result.metrics) == 7
+def test_a_perfect_answer_is_worth_one(fen, text_format):
+    result = policy(rewards.policy_completion(fen, label(fen), text_format), fen, text_format=text_format)
+    assert result.reward == 1.0 and result.metrics.pop("eval_mae") == result.metrics.pop("cp_loss") == 0
+    assert set(result.metrics.values()) == {1.0}
+    for move in label(fen)[0][0], "e2e5":
+        text = rewards.environment_completion(*rewards.transition(fen, move), text_format)
+        result = environment(text, fen, move, text_format)
+        assert result.reward == 1.0 and set(result.metrics.values()) == {1.0}
 
 
 def rungs(fen, labels):
     """Answers by rung of the ladder, each with the best and the worst of everything else."""
     five, true = [uci for uci, _ in labels], {uci: cp / 100 for uci, cp in labels}
     others = [uci for uci in legal_moves(fen) if uci not in five]
-    best = max(labels, key=lambda move: move[1])[0]
     lists = [five, others[:5], ["a1a1"] * 30, five + others, five[:2] + ["a1a1", "b1b1", "c1c1"]]
     found = {name: [] for name in ("malformed", "structure", "parse", "legal", "top5", "best")}
     for moves, exact, rest in itertools.product(filter(None, lists), (True, False), ("", " e2e4", " M: x E: y B: z")):
         numbers = [true.get(uci, 0) if exact else "-99999.5" for uci in moves]
-        answers = {"parse": ["a1a1", "h8h8"], "legal": others[:6], "top5": five[1:], "best": [best]}
+        answers = {"parse": ["a1a1", "h8h8"], "legal": others[:6], "top5": five[1:], "best": five[:1]}
         for rung, moves_of_rung in answers.items():
             found[rung] += [answer(moves, numbers, uci, rest) for uci in moves_of_rung]
-        text = answer(moves, numbers, best, rest)
-        found["structure"] += [text.replace("E: ", "E: 1 ", 1), text.replace("M: ", "M: e9e4 ", 1)]
-        found["structure"] += [answer(moves, ["nan", *numbers[1:]], best, rest), answer(moves, numbers, "")]
-        found["malformed"] += [text[1:], "So " + text, text.replace("E:", ""), text.replace("B:", "b:")]
+        text = answer(moves, numbers, five[0], rest)
+        found["structure"] += [text.replace("E: ", "E: 1 ", 1), answer(moves, numbers, "")]
+        found["malformed"] += [text[1:], text.replace("E:", "")]
     return found
 
 
 @pytest.mark.parametrize("fen", FENS)
-@pytest.mark.parametrize("step", [1, 50, math.inf])
-@pytest.mark.parametrize("mates", [False, True])
-def test_each_rung_is_worth_more_than_the_one_below(monkeypatch, fen, step, mates):
+@pytest.mark.parametrize("step", [1, math.inf])
+def test_each_rung_is_worth_more_than_the_one_below(monkeypatch, fen, step):
     """Malformed < structure < readable < legal < one of the five < best, whatever is said beside it."""
     monkeypatch.setattr(rewards, "REWARD_WARMUP_STEPS", 100)
     labels = label(fen)
-    if mates:  # all within a mate of each other: hardly anything is given away
-        labels = tuple((uci, 99999 - i) for i, (uci, _) in enumerate(labels))
     below, order = -math.inf, ("structure", "parse", "legal", "top5", "best")
     for reached, (name, texts) in enumerate(rungs(fen, labels).items()):
         grades = [policy(text, fen, labels, step=step) for text in texts]
@@ -257,45 +238,35 @@ SLOTS = ["a1a1", "h6h5", *legal_moves(START)]
 
 @settings(quick, max_examples=200)
 @given(
-    st.lists(st.sampled_from(SLOTS), min_size=1, max_size=8),
+    st.lists(st.sampled_from(SLOTS), min_size=1, max_size=8, unique=True),
     st.lists(st.floats(-30, 30).map(lambda x: round(x, 2)), min_size=8, max_size=8),
     st.sampled_from(SLOTS),
     st.sampled_from(["", " e2e4", " and so on"]),
-    st.data(),
+    st.integers(0, 7),
 )
-def test_a_better_policy_answer_never_scores_lower(moves, numbers, best, rest, draw):
+def test_a_better_policy_answer_never_scores_lower(moves, numbers, best, rest, i):
     true, legal = {uci: cp / 100 for uci, cp in label(START)}, legal_moves(START)
-    numbers = numbers[: len(moves)]
-    reward = policy(answer(moves, numbers, best, rest)).reward
-    i = draw.draw(st.integers(0, len(moves) - 1))
+    numbers, i = numbers[: len(moves)], i % len(moves)
+
+    def reward(moves=moves, numbers=numbers, best=best, rest=rest):
+        return policy(answer(moves, numbers, best, rest)).reward
 
     def worth(uci):
         return (uci in legal) + (uci in true)
 
-    # a better best move: further up the ladder, or less given away; the list as it is
     for better in SLOTS:
-        if better not in moves and best not in moves:
-            if worth(better) > worth(best) or (better in true and best in true and true[better] > true[best]):
-                assert policy(answer(moves, numbers, better, rest)).reward > reward
-    # a better candidate in the place of one that earns less (the best move's own place is another piece, `listed`)
-    wasted = moves[i] not in legal or moves[i] in moves[:i]
-    for better in SLOTS:
-        if better not in moves and better in legal and (wasted or worth(better) > worth(moves[i])):
-            changed = moves[:i] + [better] + moves[i + 1 :]
-            if best != moves[i] and best != better and moves.count(moves[i]) == 1 + (moves[i] in moves[:i]):
-                assert policy(answer(changed, numbers, best, rest)).reward > reward - 1e-9
-    # a better number
+        if best not in moves and better not in [*moves, best]:  # whether the best is listed is a piece of its own
+            if (worth(better), true.get(better, 0)) > (worth(best), true.get(best, 0)):
+                assert reward(best=better) > reward()
+            if worth(better) > worth(moves[i]):
+                assert reward(moves[:i] + [better] + moves[i + 1 :]) > reward() - 1e-9
     if moves[i] in true:
         for number in round((numbers[i] + true[moves[i]]) / 2, 4), true[moves[i]]:
-            assert policy(answer(moves, numbers[:i] + [number] + numbers[i + 1 :], best, rest)).reward >= reward
-    # an illegal or repeated candidate left out
-    if wasted and len(moves) > 1 and (moves[i] != best or moves.count(best) > 1) and moves[i] not in true:
-        assert policy(answer(moves[:i] + moves[i + 1 :], numbers[:i] + numbers[i + 1 :], best, rest)).reward >= reward
-    # nothing after the last field
-    assert policy(answer(moves, numbers, best)).reward > reward or not rest
+            assert reward(numbers=numbers[:i] + [number] + numbers[i + 1 :]) >= reward()
+    assert reward(rest="") > reward() or not rest
 
 
-def test_candidates():
+def test_the_worth_of_a_list_of_candidates():
     five = [uci for uci, _ in label(START)]
     other = [uci for uci in legal_moves(START) if uci not in five]
 
@@ -303,33 +274,23 @@ def test_candidates():
         return policy(answer(moves, [0.1] * len(moves), five[0])).reward
 
     # each move outside of the five costs, each one left out, each illegal, repeated or further one
-    falling = [reward(five), reward(five[:4] + other[:1]), reward(five[:3] + other[:2]), reward(five[:3] + other[:1])]
-    assert falling == sorted(falling, reverse=True) and len({*falling}) == 4
+    assert reward(five) > reward(five[:4] + other[:1]) > reward(five[:3] + other[:2]) > reward(five[:3] + other[:1])
     assert reward(five[:4] + ["a1a1"]) < reward(five[:4]) < reward(five)
     assert max(reward(five + five[:1]), reward(five + other[:1])) < reward(five)
-    assert reward(five[:1] * 5) < reward(five[:1]) < reward(five[:2])
     # a try at a further legal move pays from 20 % on, so neither silence nor repetition is the way
     tried = 0.3 * reward(five[:1] + other[:1]) + 0.7 * reward(five[:1] + ["a1a1"])
     assert tried > reward(five[:1]) > reward(five[:1] * 2)
-    # the first number given for a repeated candidate counts; few legal moves need few candidates
-    assert policy(answer(five[:1] * 2, [0.8, 9], five[0])).metrics["eval_mae"] == 0
-    labels = (("a8b8", -99998),)
-    assert policy("M: a8b8 E: -999.98 B: a8b8", ONE_MOVE, labels).reward == 1.0
-    assert 0.3 < policy("M: a8b8 a8b8 E: -999.98 -999.98 B: a8b8", ONE_MOVE, labels).reward < 1
 
 
 def test_evaluations_are_compared_in_pawns_and_bounded():
-    labels = ("e2e4", 30), ("d2d4", -99998), ("c2c4", 1500), ("g1f3", 0), ("b1c3", 0)
+    labels = ("e2e4", 30), ("d2d4", -99998)
 
     def error(move, number):
         return policy(answer([move], [number], "e2e4"), labels=labels).metrics["eval_mae"]
 
     assert error("e2e4", "0.3") == 0 and error("e2e4", "1.3") == pytest.approx(1)
     assert error("e2e4", "30") == error("e2e4", "9" * 2000) == pytest.approx(9.7)
-    assert error("d2d4", "-999.98") == error("d2d4", "-999.5") == 0 and error("d2d4", "999.98") == 20
-    assert error("c2c4", "15.0") == error("c2c4", "999.97") == 0 == error("g1f3", "-0")
-    assert policy(answer(["a2a3"], [0], "c2c4"), labels=labels).metrics["cp_loss"] == 0  # both win
-    assert policy(answer(["a2a3"], [0], "d2d4"), labels=labels).metrics["cp_loss"] == 20
+    assert error("d2d4", "-999.5") == 0 and error("d2d4", "999.98") == 20  # a mate in more moves is a mate
 
 
 def test_the_best_move_is_best_for_the_side_to_move():
@@ -342,17 +303,11 @@ def test_the_best_move_is_best_for_the_side_to_move():
         names, numbers = [uci for uci, _ in five], [cp / 100 for _, cp in five]
         mate, worst = (policy(answer(names, numbers, uci), position, truth) for uci in (names[0], names[4]))
         assert mate.reward == 1 > worst.reward and worst.metrics["best"] == 0 and worst.metrics["top5"] == 1
-        assert worst.metrics["cp_loss"] == pytest.approx(9.5) and earned(worst, "loss") < 0.1 * POLICY_WEIGHTS["loss"]
-    equal = ("d2d4", 30), ("e2e4", 30), ("g1f3", 12)  # one of two equal bests is as good as the other
-    assert {policy(answer(["d2d4", "e2e4", "g1f3"], [0.3, 0.3, 0.12], uci), labels=equal).metrics["best"]
-            for uci in ("d2d4", "e2e4")} == {1.0}  # fmt: skip
+    equal = ("d2d4", 30), ("e2e4", 30)  # one of two equal bests is as good as the other
+    assert all(policy(answer(["a2a3"], [0], uci), labels=equal).metrics["best"] == 1 for uci in ("d2d4", "e2e4"))
 
 
-# --- labels that a position lacks come from an engine ---
-
-
-@pytest.mark.parametrize("text_format", FORMATS)
-def test_a_position_without_labels_is_labelled_once(monkeypatch, text_format):
+def test_a_position_without_labels_is_labelled_once(monkeypatch):
     asked = []
 
     class Fake:
@@ -361,65 +316,43 @@ def test_a_position_without_labels_is_labelled_once(monkeypatch, text_format):
             return label(fen)
 
     monkeypatch.setattr(rewards, "Labeller", Fake)
-    for text in rewards.policy_completion(START, label(START), text_format), "M: e2e4 E: 0 B: e2e4":
-        result, labelled = policy(text, labels=(), text_format=text_format), policy(text, text_format=text_format)
-        assert result.reward == labelled.reward and result.pieces == labelled.pieces
-        assert result.metrics == labelled.metrics | {"unlabelled": 0.0}
+    for text in GOOD, "M: e2e4 E: 0 B: e2e4":
+        result, labelled = policy(text, labels=()), policy(text)
+        assert (result.reward, result.pieces) == (labelled.reward, labelled.pieces)
     assert asked == [START]  # the rows of a group share their position
 
 
-def test_with_an_engine_that_fails_the_ladder_ends_at_legal(monkeypatch, tmp_path):
-    (tmp_path / "engine").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "engine").chmod(0o755)
-    monkeypatch.setenv("STOCKFISH_PATH", str(tmp_path / "engine"))
+def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch):
+    monkeypatch.setattr(rewards, "labeller", NoEngine)
     moves = legal_moves(START)
-    best = policy(answer(moves[:5], [0] * 5, moves[0]), labels=())
+    legal, illegal = (policy(answer(moves[:5], [0] * 5, best), labels=()) for best in (moves[0], "a1a1"))
     names = "structure", "parse", "clean", "listed", "candidates_legal", "legal"
-    assert best.reward == pytest.approx(sum(POLICY_WEIGHTS[name] for name in names))
-    assert rewards.labeller().failures == 2 and best.metrics["unlabelled"] == 1.0
-    assert not {"top5", "best", "candidates"} & best.metrics.keys()
-    texts = ["", "M: E: B:", answer(moves[:5], [0] * 5, "a1a1"), answer(moves[:5], [3] * 5, moves[7])]
-    found = [policy(text, labels=()).reward for text in texts]
-    assert found == sorted({*found}) and found[-1] < best.reward  # not listed
+    assert legal.reward == pytest.approx(sum(POLICY_WEIGHTS[name] for name in names)) and legal.reward > illegal.reward
+    assert legal.metrics["unlabelled"] == 1.0 and not {"top5", "best", "candidates"} & legal.metrics.keys()
 
-
-@pytest.mark.needs("stockfish")
-def test_labels_of_stockfish():
-    fen = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
-    labels = stockfish.Labeller().label(fen)
-    assert labels[0] == ("a1a8", 99999)  # mate
-    result = policy(rewards.policy_completion(fen, labels, "expanded"), fen, (), "expanded")
-    assert result.reward == 1.0 and result.metrics["unlabelled"] == 0.0
-    over = "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1"  # stalemate: no move is legal, and no engine is asked
-    assert MALFORMED < policy("M: h8g8 E: 0 B: h8g8", over, ()).reward < POLICY_WEIGHTS["legal"]
-
-
-# --- the grammar ---
 
 GOOD = "M: e2e4 d2d4 E: 0.3 -0.25 B: e2e4"
 
 
-@pytest.mark.parametrize("text", [GOOD, f"  {GOOD}   ", GOOD.replace(" ", "   "), "M: e7e8q a7a8n E: 12 -0 B: e7e8q"])
-def test_answers_that_are_read(text):
-    structure, (moves, numbers, best, rest) = parse_policy(text)
-    assert structure and len(moves) == len(numbers) == 2 and best[0] == moves[0][0] and rest == []
-    if text.split() == GOOD.split():
-        assert policy(text).reward == policy(GOOD).reward  # any run of spaces is one
+def test_any_run_of_spaces_is_one():
+    assert policy(f"  {GOOD.replace(' ', '   ')}   ").reward == policy(GOOD).reward
+    assert environment(f"  {AFTER.replace(' ', '   ')} + 0.0010 + 0 + 0  ").reward == 1.0
 
 
-ODD_NUMBERS = "nan inf -inf 1e999 1e3 0x1 1_000 ٣ １ ² .5 5. +0.3 --1 1,5 -".split() + ["0.3\n"]
-ODD_MOVES = "e2e9 i2i4 E2E4 e2-e4 e7e8k e7e8Q e2e4e 0000 Nf3 e２e4 е2е4 -- e2e4,".split() + ["e2e4\n"]  # some not ASCII
-STRUCTURE = ["M: E: B:", "M: e2e4 E: B: e2e4", "M: e2e4 E: 0.3 0.2 B: e2e4", "M: e2e4 E: 0.3 B:"]
-STRUCTURE += ["M: M: e2e4 E: 0.3 B: e2e4", "M: e2e4 E: E: 0.3 B: e2e4", "M: e2e4 B: e2e4 E: 0.3 B: e2e4"]
+ODD_NUMBERS = "nan inf 1e3 0x1 ٣ .5 5. +0.3 --1 1,5 -".split() + ["0.3\n"]
+ODD_MOVES = "e2e9 i2i4 E2E4 e2-e4 e7e8k e2e4e 0000 Nf3 e2e4,".split() + ["e2e4\n"]
+STRUCTURE = ["M: E: B:", "M: e2e4 E: 0.3 0.2 B: e2e4", "M: e2e4 E: 0.3 B:", "M: M: e2e4 E: 0.3 B: e2e4"]
 STRUCTURE += [GOOD.replace("0.3", number) for number in ODD_NUMBERS]
 STRUCTURE += [GOOD.replace("d2d4", move) for move in ODD_MOVES] + [GOOD[:-4] + move for move in ODD_MOVES]
 NONE = ["", " ", "M:", "M: e2e4 E: 0.3", "E: 0.3 M: e2e4 B: e2e4", "M: e2e4 B: e2e4 E: 0.3", "M:e2e4 E:0.3 B:e2e4"]
 NONE += [GOOD.lower(), "Well, " + GOOD, GOOD.replace(" ", "\u00a0"), GOOD.replace(" ", "\n"), " " * 4096 + GOOD]
+TAILS = "+0.001+0+0+ +0.001+0 +x+0+0 ++0+0 +0.001+2+0 +0.001+0+-0 +0.001+00+0".split()
+NONE += [AFTER + tail for tail in TAILS + [f"+{number}+0+0" for number in ODD_NUMBERS]]
 
 
 @pytest.mark.parametrize("text", STRUCTURE)
-def test_structure_alone(text):
-    assert parse_policy(text) == (True, None) and policy(text).reward == POLICY_WEIGHTS["structure"]
+def test_only_the_structure_is_right(text):
+    assert policy(text).reward == POLICY_WEIGHTS["structure"]
 
 
 @pytest.mark.parametrize("text", NONE)
@@ -427,71 +360,15 @@ def test_malformed(text):
     assert policy(text).reward == policy(text, hit_limit=True).reward == environment(text).reward == MALFORMED
 
 
-TAILS = "+0.001+0+0+ +0.001+0 +0.001 +x+0+0 ++0+0 +0.001+2+0 +0.001+0+-0 +0.001+00+0 +0.001+0+0x".split()
-
-
-@pytest.mark.parametrize("tail", TAILS + [f"+{number}+0+0" for number in ODD_NUMBERS])
-def test_malformed_environment(tail):
-    assert parse_environment(AFTER + tail) is None and environment(AFTER + tail).reward == MALFORMED
-
-
-def test_text_after_the_last_field_costs():
-    for rest in " .", " e2e4", " \n", " " + GOOD:
-        assert policy(GOOD).reward - policy(GOOD + rest).reward == pytest.approx(POLICY_WEIGHTS["clean"])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The environment
 
-CASES = {
-    "quiet": (START, "e2e4", 0.001, False, False),
-    "en passant": ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 9", "e5d6", 0.001, False, False),
-    "mate by Black": ("rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2", "d8h4", 1.0, True, False),
-    "stalemate": ("7k/8/5QK1/8/8/8/8/8 w - - 0 1", "f6f7", 0.5, True, False),
-    "illegal": (START, "e2e5", -1.0, False, True),
-}
 
-
-@pytest.mark.parametrize("text_format", FORMATS)
-@pytest.mark.parametrize("name", CASES)
-def test_a_perfect_environment_is_worth_one_and_anything_else_less(name, text_format):
-    fen, move, reward, terminated, truncated = CASES[name]
-    truth = rewards.transition(fen, move)
-    assert truth[1:] == (reward, terminated, truncated)
-
-    def graded(*said):
-        return environment(rewards.environment_completion(*said, text_format), fen, move, text_format=text_format)
-
-    right = graded(*truth)
-    assert right.reward == 1.0 and set(right.metrics.values()) == {1.0}
-    assert all(graded(truth[0], wrong, *truth[2:]).reward < 1 for wrong in {-1.0, 0.001, 0.5, 1.0} - {reward})
-    assert graded(truth[0], reward, not terminated, truncated).reward < 1
-    assert graded(truth[0], reward, terminated, not truncated).reward < 1
-    assert graded(truth[0] + "0", *truth[1:]).reward < 1
-
-
-def test_environment_grades():
-    exact, copied = environment(AFTER + "+0.001+0+0"), environment(START + "+0.001+0+0")
-    one_off = environment(AFTER.replace("4P3", "3P4") + "+0.001+0+0")
-    assert exact.reward == 1 > one_off.reward > copied.reward > environment("x+0.001+0+0").reward > 0
-    assert one_off.metrics["similarity"] == pytest.approx(1 - 2 / len(AFTER)) and one_off.metrics["next_state"] == 0
-    # the very FEN with all else wrong is worth more than all else right with another FEN
+def test_the_next_position_outweighs_the_other_fields_and_the_reward_counts_by_distance():
     assert environment(AFTER + "+-1+1+1").reward > environment(AFTER.replace(" b", " w") + "+0.001+0+0").reward
-    # the reward by distance, exactly right is best, and huge ones are bounded
-    said = [environment(f"{AFTER}+{r}+0+0").reward for r in ("0.001", "0.0011", "0.002", "0.5", "1", "-1.0", "9" * 400)]
+    # exactly right is best, and huge ones are bounded
+    said = [environment(f"{AFTER}+{r}+0+0").reward for r in ("0.001", "0.0011", "0.5", "1", "-1.0", "9" * 400)]
     assert said == sorted({*said}, reverse=True)
-    assert said[-1] == pytest.approx(1 - ENVIRONMENT_WEIGHTS["reward"] - ENVIRONMENT_WEIGHTS["reward_match"])
-    assert environment(AFTER + "+0.0010+0+0").reward == 1.0
-    assert environment(f"  {AFTER.replace(' ', '   ')} + 0.001 + 0 + 0  ").reward == 1.0  # any run of spaces is one
-    # a word too many takes its share
-    assert earned(environment(AFTER + " x+0.001+0+0"), "words") == pytest.approx(13 / 14 * ENVIRONMENT_WEIGHTS["words"])
-
-
-def test_dots_are_empty_squares_on_the_board_alone():
-    truth, board = ("8/8/8/8/8/8/8/4K2k w - - 2 12", 0.5, True, False), "......../8/8/8/8/8/8/....K..k"
-    assert environment(f"{board} w - - 2 12+0.5+1+0", truth=truth).reward == 1.0
-    for fen in f"{board} w - - .. 12", f"{board} w - - 2 1..", board.replace("K", "4K") + " w - - 2 12":
-        assert environment(f"{fen}+0.5+1+0", truth=truth).metrics["next_state"] == 0
 
 
 @settings(quick, max_examples=200)
@@ -505,25 +382,20 @@ def test_dots_are_empty_squares_on_the_board_alone():
 )
 def test_a_better_environment_answer_never_scores_lower(fields, reward, terminated, truncated, which, where):
     whole = " ".join(fields)
+    said, true = (fen.replace("/", " ").split(" ") for fen in (whole, AFTER))
 
-    def worth(fen=whole, **better):
-        said = {"reward": reward, "terminated": terminated, "truncated": truncated} | better
-        return environment("{}+{reward}+{terminated:d}+{truncated:d}".format(fen, **said)).reward
-
-    base, true = worth(), AFTER.replace("/", " ").split(" ")
-    said = whole.replace("/", " ").split(" ")
+    def worth(fen=whole, reward=reward, terminated=terminated, truncated=truncated):
+        return environment(f"{fen}+{reward}+{terminated:d}+{truncated:d}").reward
 
     def with_word(word):
-        words = said[:which] + [word] + said[which + 1 :]
-        return worth(" ".join(["/".join(words[:8]), *words[8:]]) if len(words) >= 8 else " ".join(words))
+        return worth(" ".join(said[:which] + [word] + said[which + 1 :]))  # a space separates ranks as well
 
+    base = worth()
     if which < len(said) and said[which] != true[which]:
         assert with_word(true[which]) > base
         if len(said[which]) == len(true[which]):  # nor does one more character that is right
             cut = where % len(true[which])
             assert with_word(true[which][:cut] + said[which][cut:]) >= base
-    if len(said) > 13:
-        assert worth(" ".join(["/".join(said[:8]), *said[8:13]])) >= base
     assert (worth(AFTER) > base) == (whole != AFTER) and worth(reward="0.001") >= base
     assert (worth(terminated=False) > base) == terminated and (worth(truncated=False) > base) == truncated
 
@@ -534,9 +406,9 @@ def test_a_better_environment_answer_never_scores_lower(fields, reward, terminat
 
 def spread():
     """Answers of every kind, for both tasks."""
-    tails = "+0.001+0+0", "+1+1+0", "+-1.0+1+1", ""
     policies = [(policy, text) for texts in rungs(START, label(START)).values() for text in texts]
-    return policies + [(environment, fen + tail) for fen in (AFTER, START, "x", "") for tail in tails]
+    fens, tails = (AFTER, START, "x"), ("+0.001+0+0", "+1+1+0", "+-1.0+1+1")
+    return policies + [(environment, fen + tail) for fen in fens for tail in tails]
 
 
 def test_the_runaway_penalty_keeps_the_order():
@@ -553,9 +425,7 @@ def test_warmup_moves_weight_from_structure_to_content(monkeypatch):
     assert policy("M: E: B:", step=0).reward == pytest.approx(1 / 3)
     assert policy(answer(["a1a1"], [0], "a1a1", " x"), step=0).reward == 1  # the structure is all that counts
     assert environment("x+0+1+1", step=0).reward == 1
-    perfect = rewards.policy_completion(START, label(START), "expanded")
-    assert {policy(perfect, step=step).reward for step in (0, 3, 8)} == {1.0}
     for task, text in spread():
         found = [task(text, step=step).reward for step in (0, 2, 4, 8)]
         assert found == sorted(found, reverse=True)  # ever less is given for structure alone
-        assert (found[0] == MALFORMED) == (found[-1] == MALFORMED) and found[-1] == task(text).reward
+        assert found[-1] == task(text).reward
