@@ -17,7 +17,6 @@ import torch
 from chess.engine import Cp, Limit, Mate
 
 from nanorook import positions
-from nanorook.stockfish import find
 from rollout import Batch
 from tools import uci
 
@@ -27,7 +26,7 @@ ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
 PATIENCE = 200  # seconds; only a program that hangs needs them, or a machine that is very busy
 MATED = "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3"
 STALEMATE = "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1"
-CASTLING, EN_PASSANT = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1", "8/8/8/1k1pP3/8/8/8/4K3 w - d6 0 2"
+CASTLING = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"
 PROMOTION = "8/P6k/8/8/8/8/7K/8 w - - 0 1"
 DEFAULTS = {name: default for name, (_, default, _, _) in uci.OPTIONS.items()}
 
@@ -68,8 +67,7 @@ def shared_raw():
     yield raw
     raw.send("go infinite")  # the end of the input ends this too, with an answer
     raw.process.stdin.close()
-    assert raw.process.wait(PATIENCE) == 0 and raw.until("bestmove")
-    assert raw.process.stderr.read() == b""
+    assert raw.process.wait(PATIENCE) == 0 and raw.until("bestmove") and raw.process.stderr.read() == b""
 
 
 @pytest.fixture
@@ -90,38 +88,14 @@ def engine(tmp_path_factory):
         assert engine.protocol.returncode.result() == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The functions
-
-
-def test_evaluations_are_written_as_python_chess_counts_mates():
-    for n in (1, 2, 30, -1, -4):
-        assert uci.score(Mate(n).score(mate_score=100000) / 100) == f"mate {n}"
-    assert [uci.score(p) for p in (0.0, -0.0, 1.37, -2.8, 250.0)] == ["cp 0", "cp 0", "cp 137", "cp -280", "cp 25000"]
-    assert uci.score(math.inf) == uci.score(1000.0) == "mate 1" and uci.score(-math.inf) == "mate -1"
-
-
-def test_positions_are_those_of_python_chess(capsys):
-    for fen, said, fen_after in (
-        (CASTLING, "e1g1", "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1"),
-        (CASTLING, "e1h1", "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1"),  # as some programs write castling
-        (EN_PASSANT, "e5d6", "8/8/3P4/1k6/8/8/8/4K3 b - - 0 2"),
-        (PROMOTION, "A7A8N", "N7/7k/8/8/8/8/7K/8 b - - 0 1"),
-        (CASTLING, "", CASTLING),
-    ):
-        assert uci.read_position(["fen", *fen.split(), "moves", *said.split()]).fen() == fen_after
-    assert capsys.readouterr().out == ""
-    for illegal in ("e2e5", "0000", "e7e5", "e2e4q", "hello", "♔"):  # the moves end before it
+def test_moves_end_before_an_illegal_one(capsys):
+    for said in ("e1g1", "e1h1"):  # some programs write castling the second way
+        board = uci.read_position(["fen", *CASTLING.split(), "moves", said])
+        assert board.fen() == "r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1"
+    for illegal in ("e2e5", "0000", "hello", "♔"):
         board = uci.read_position(["startpos", "moves", "d2d4", "d7d5", illegal, "g1f3"])
         assert [move.uci() for move in board.move_stack] == ["d2d4", "d7d5"]
         assert capsys.readouterr().out.startswith(f"info string {illegal} is illegal in {board.fen()}")
-
-
-def test_what_is_no_position_is_an_error():
-    too_long = f"fen {CASTLING.rsplit(' ', 1)[0]} {'1' * 1000}"  # it would make a prompt of any length
-    for words in ("", "fen", "fen what", "moves e2e4", f"fen {'9' * 3000}", MATED, too_long):
-        with pytest.raises(ValueError):
-            uci.read_position(words.split())
 
 
 def test_time_is_divided_and_never_overrun():
@@ -130,10 +104,7 @@ def test_time_is_divided_and_never_overrun():
 
     assert allowed("infinite") == allowed("depth 3 mate 2") == allowed("wtime soon") == math.inf
     assert allowed("movetime 1000") == 1 - uci.OVERHEAD
-    clocks = "wtime 60000 btime 2000 winc 100 binc 0"
-    assert allowed(clocks) == pytest.approx(3.1 - uci.OVERHEAD)
-    assert allowed(clocks, chess.BLACK) == pytest.approx(0.1 - uci.OVERHEAD)
-    assert allowed("wtime 60000 movestogo 4") == pytest.approx(15 - uci.OVERHEAD)
+    assert allowed("wtime 60000 btime 2000 winc 100 binc 0", chess.BLACK) == pytest.approx(0.1 - uci.OVERHEAD)
     for left in (-100, 1, 50, 400, 10**9):
         for rest in ("", " movestogo 1", " movestogo 0", " winc 60000", " movestogo -3 winc 5"):
             assert allowed(f"wtime {left}{rest}") < max(0, left / 1000)
@@ -141,95 +112,58 @@ def test_time_is_divided_and_never_overrun():
 
 def test_options_are_found_in_any_case_and_bounded(capsys):
     options = dict(DEFAULTS)
-    for text, name, value in (
-        ("name TEMPERATURE value 0.7", "Temperature", 0.7),
-        ("name temperature value 99", "Temperature", 10),
-        ("name Temperature value -1", "Temperature", 0),
-        ("name samples Value 1000000", "Samples", 256),
-        ("name multipv value 0", "MultiPV", 1),
-        (f"name Seed value {'9' * 400}", "Seed", 2**31 - 1),
-    ):
-        assert uci.set_option(options, text.split()) == name
-        assert options[name] == value and type(options[name]) in (int, float)
-    before = dict(options)
-    assert capsys.readouterr().out == ""
-    for text in ("", "name Samples", "name Samples value", "name Samples value many", "name Hash value 16", "value 3"):
+    assert uci.set_option(options, "name TEMPERATURE value 0.7".split()) == "Temperature"
+    assert uci.set_option(options, "name samples Value 1000000".split()) == "Samples"
+    assert options == DEFAULTS | {"Temperature": 0.7, "Samples": 256}
+    for text in ("", "name Samples", "name Samples value many", "name Hash value 16", "value 3"):
         assert uci.set_option(options, text.split()) is None
-        assert capsys.readouterr().out.startswith("info string the options are numbers: Temperature (0 to 10), ")
-    assert options == before
+        assert capsys.readouterr().out.startswith("info string ")
 
 
 def test_moves_are_ranked_by_their_probability_after_the_header(byte_model):
-    for text_format, before in (
-        ("expanded", f"P: {positions.expand_board(PROMOTION)}".ljust(94) + "M:"),
-        ("rookworld", f"P: {PROMOTION:90}M:"),
-    ):
-        byte_model.config.extra["chess_format"] = text_format
-        moves = [move.uci() for move in chess.Board(PROMOTION).legal_moves]
-        ranked = uci.rank(byte_model, chess.Board(PROMOTION), moves)
-        for move in ("a7a8q", "h2g1"):  # of five letters and of four
-            tokens = list(f"{before} {move}".encode())
-            with torch.no_grad():
-                logprobs = byte_model(torch.tensor([tokens])).log_softmax(-1)[0]
-            expected = sum(logprobs[i - 1, tokens[i]].item() for i in range(len(before), len(tokens)))
-            assert ranked[move] == pytest.approx(expected, abs=1e-4)
-        assert list(ranked) == moves and sum(map(math.exp, ranked.values())) < 1
-
-
-TEXTS = [
-    "M: e2e4 d2d4 E: 0.3 0.1 B: d2d4",
-    "M: e2e4 d2d4 g1g3 E: 0.5 -0.2 9.0 B: e2e4",
-    "M: e2e4 d2d4 E: 999.98 -999.97 B: d2d4",
-    "M: e2e5 E: 1.0 B: e2e5",
-    "M: e2e5 E: 1.0 B: e2e5",
-    "M: e2e5 E: 1.0 B: e2e5",
-    "nonsense",
-]
+    before = f"P: {positions.expand_board(PROMOTION)}".ljust(94) + "M:"
+    moves = [move.uci() for move in chess.Board(PROMOTION).legal_moves]
+    ranked = uci.rank(byte_model, chess.Board(PROMOTION), moves)
+    for move in ("a7a8q", "h2g1"):  # of five letters and of four
+        tokens = list(f"{before} {move}".encode())
+        with torch.no_grad():
+            logprobs = byte_model(torch.tensor([tokens])).log_softmax(-1)[0]
+        expected = sum(logprobs[i - 1, tokens[i]].item() for i in range(len(before), len(tokens)))
+        assert ranked[move] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.fixture
 def search(byte_model, monkeypatch, capsys):
-    """search(texts, go, ...): (candidates, bestmove line, all lines, rows asked for), where the answers are `texts`."""
+    """search(texts, go, ...): (candidates, bestmove line, all lines), where the answers are `texts`."""
 
     def run(texts, go="", **options):
         rows = [byte_model.tokenizer.encode(text) + [256] for text in texts]
         tokens = torch.tensor([row + [256] * (max(map(len, rows)) - len(row)) for row in rows])
-        asked = []
-
-        def generate(model, prompts, group_size, *_, **__):
-            asked.append(group_size)
-            return Batch(None, None, tokens, tokens >= 0, torch.zeros(tokens.shape), torch.zeros(len(rows)) > 0)
-
-        monkeypatch.setattr(uci, "generate", generate)
+        batch = Batch(None, None, tokens, tokens >= 0, torch.zeros(tokens.shape), torch.zeros(len(rows)) > 0)
+        monkeypatch.setattr(uci, "generate", lambda *_, **__: batch)
         uci.Search(byte_model, None, chess.Board(), go.split(), DEFAULTS | options).join()
-        assert not byte_model.ln_f._forward_pre_hooks
         lines = capsys.readouterr().out.splitlines()
         last = [line.split() for line in lines if line.startswith("info depth 1 ")]
-        candidates = {int(words[4]): (" ".join(words[6:8]) if "score" in words else None, words[-1]) for words in last}
-        return candidates, lines[-1], lines, asked
+        candidates = {int(words[4]): (" ".join(words[6:8]), words[-1]) for words in last if "score" in words}
+        return candidates, lines[-1], lines
 
     return run
 
 
 def test_answers_vote_and_the_legal_ones_count(search, byte_model):
-    candidates, best, lines, asked = search(TEXTS, Samples=7)
-    assert best == "bestmove d2d4" and asked == [7]
+    two, three = "M: e2e4 d2d4 E: 0.3 0.1 B: d2d4", "M: e2e4 d2d4 g1g3 E: 0.5 -0.2 9.0 B: e2e4"
+    mates, illegal = "M: e2e4 d2d4 E: 999.98 -999.97 B: d2d4", ["M: e2e5 E: 1.0 B: e2e5"] * 3
+    candidates, best, _ = search([two, three, mates, *illegal, "nonsense"])
+    assert best == "bestmove d2d4"
     assert candidates == {1: ("cp -20", "d2d4"), 2: ("cp 50", "e2e4")}  # the median; no illegal move is shown
-    assert lines[-2].split()[3:5] == ["multipv", "1"]  # who reads the last line reads the best move
-    assert search(TEXTS, MultiPV=1)[0] == {1: ("cp -20", "d2d4")}
-    assert search(TEXTS, "nodes 3")[3] == [3]
-    assert search(TEXTS, Temperature=0.0)[3] == [1]
-    assert search(TEXTS[2:3])[0] == {1: ("mate -3", "d2d4"), 2: ("mate 2", "e2e4")}
+    assert search([mates])[0] == {1: ("mate -3", "d2d4"), 2: ("mate 2", "e2e4")}
 
     moves = [move.uci() for move in chess.Board().legal_moves]
-    ranked = uci.rank(byte_model, chess.Board(), moves)
-    likeliest = max(moves, key=ranked.get)
-    for useless in (["nonsense"], TEXTS[3:]):
-        _, best, lines, _ = search(useless)
+    likeliest = max(moves, key=uci.rank(byte_model, chess.Board(), moves).get)
+    for useless in (["nonsense"], illegal):
+        _, best, lines = search(useless)
         assert best == f"bestmove {likeliest}" and lines[-2].startswith("info string no answer gave a legal move")
-    assert search(TEXTS, Samples=0)[1::2] == (f"bestmove {likeliest}", [])
-    tie = max("d2d4", "e2e4", key=ranked.get)
-    assert search(TEXTS[:2])[1] == f"bestmove {tie}"
+    assert search([two], Samples=0)[1] == f"bestmove {likeliest}"
 
 
 def test_searchmoves_leaves_only_those(search):
@@ -238,73 +172,45 @@ def test_searchmoves_leaves_only_those(search):
         ("depth 2 searchmoves h2h4 e2e5", {"h2h4"}),
         ("searchmoves 0000", {"(none)"}),
     ):
-        _, best, lines, _ = search(["M: e2e4 d2d4 E: 0.3 0.1 B: e2e4"], go)
+        _, best, lines = search(["M: e2e4 d2d4 E: 0.3 0.1 B: e2e4"], go)
         assert {best.split()[1]} | {line.split(" pv ")[1] for line in lines if " pv " in line} <= allowed
-    _, best, *_ = search(TEXTS[1:2], "searchmoves movetime 9000")
-    assert best == "bestmove e2e4"  # no move is named, so all are allowed
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The program, line by line
 
 
 def test_unknown_words_are_skipped_and_garbage_ignored(raw):
-    assert raw.ask("joho debug on", "register later", "ucinewgame", "", "   ", "xboard", "bestmove e2e4") == []
-    assert raw.ask("stop", "ponderhit", "Go", "go-go") == []
+    assert raw.ask("joho debug on", "ucinewgame", "", "   ", "bestmove e2e4", "stop", "ponderhit", "Go") == []
     rng = random.Random(0)
     assert raw.ask(*(rng.randbytes(rng.randrange(200)).replace(b"\n", b"") for _ in range(300))) == []
     assert raw.ask(b"\0" * 100_000, "x" * 100_000) == []
-    for line in ("position", "position fen x", "position moves e2e4", "position startpos moves e2e5", "setoption"):
+    too_long = f"position fen {CASTLING.rsplit(' ', 1)[0]} {'1' * 1000}"  # it would make a prompt of any length
+    for line in ("position", "position fen \xff\xfe w", "position startpos moves e2e5", "setoption", too_long):
         [said] = raw.ask(line)
         assert said.startswith("info string ")
-    assert raw.ask("position fen \xff\xfe w - - 0 1")[0].startswith("info string ")
-    raw.send("joho isready")
-    assert raw.until("readyok") == ["readyok"]
     raw.send("uci")
     options = [line.split()[2] for line in raw.until("uciok") if line.startswith("option ")]
     assert options == ["Temperature", "Samples", "MultiPV", "Seed"]
 
 
-@pytest.mark.parametrize("line", ["go infinite", "go ponder wtime 100 btime 100", "go ponder infinite"])
+@pytest.mark.parametrize("line", ["go infinite", "go ponder wtime 100 btime 100"])
 def test_what_waits_answers_at_stop_alone(raw, line):
     raw.send(line)
     lines = raw.until("info depth 1 multipv 1")
-    lines += raw.ask("joho")
     time.sleep(0.1)
-    lines += raw.ask("ponderhit") if "infinite" in line else raw.ask()
+    lines += raw.ask()
     assert not [said for said in lines if said.startswith("bestmove")]
     raw.send("stop")
     assert raw.until("bestmove")[-1].split()[1] in {move.uci() for move in chess.Board().legal_moves}
-    assert raw.ask("stop", "stop") == []
 
 
-def test_ponderhit_lets_it_answer(raw):
-    raw.send("position startpos moves e2e4", "go ponder movetime 60000")
-    raw.until("info depth 1 multipv 1")
-    assert not [said for said in raw.ask() if said.startswith("bestmove")]
-    raw.send("ponderhit")
-    raw.until("bestmove")
-    for fen in (MATED, STALEMATE):  # no thinking, and yet it has to wait
-        raw.send(f"position fen {fen}", "go ponder")
-        assert len(raw.until("info depth 0")) == 1 and raw.ask() == []
-        raw.send("ponderhit")
-        assert raw.until("bestmove") == ["bestmove (none)"]
-
-
-@pytest.mark.parametrize("end", ["stop", "go movetime 1", "movetime"])
+@pytest.mark.parametrize("end", ["stop", "movetime"])
 def test_time_up_in_the_middle_of_thinking(raw, end):
     """A round of 256 answers takes seconds; it is cut short, and the likeliest move is played."""
     raw.send("setoption name Samples value 256", "go movetime 100" if end == "movetime" else "go")
-    lines = raw.until("info depth 0")
-    if end != "movetime":
-        time.sleep(0.05)
+    likeliest = raw.until("info depth 0")[-1].split()[-1]
+    if end == "stop":
         assert raw.ask() == []  # it is still thinking, and answers
         raw.send(end)
-    likeliest = lines[-1].split()[-1]
     lines = raw.until("bestmove")
     assert lines[0].startswith("info string no answer") and lines[1:] == [f"bestmove {likeliest}"]
-    if end.startswith("go"):  # the second one gets its own answer
-        assert raw.until("bestmove")[-1] == f"bestmove {likeliest}"
 
 
 def test_the_seed_decides(raw):
@@ -315,39 +221,16 @@ def test_the_seed_decides(raw):
     assert play(5) == play(5) != play(6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The program, as python-chess's client uses it: it raises at any illegal move and at any line out of turn
-
-
-def play(engine, board, limit, game=None):
-    result = engine.play(board, limit, game=game, info=chess.engine.INFO_ALL)
-    assert board.is_legal(result.move) and result.info["pv"] == [result.move]
-    board.push(result.move)
-
-
 def test_it_plays_itself(engine):
+    """python-chess's client raises at any illegal move and at any line out of turn."""
     board = chess.Board()
     for limit in Limit(white_clock=60, black_clock=60), Limit(nodes=1), Limit(depth=1), *[Limit(time=0.001)] * 9:
-        play(engine, board, limit)
-    assert len(board.move_stack) == 12
+        result = engine.play(board, limit, info=chess.engine.INFO_ALL)
+        assert board.is_legal(result.move) and result.info["pv"] == [result.move]
+        board.push(result.move)
     for fen, score in ((MATED, Mate(-0)), (STALEMATE, Cp(0))):
         result = engine.play(chess.Board(fen), Limit(depth=1), info=chess.engine.INFO_SCORE)
         assert result.move is None and result.info["score"].relative == score
-
-
-@pytest.mark.slow
-@pytest.mark.needs("stockfish")
-def test_full_games_against_stockfish(engine):
-    with chess.engine.SimpleEngine.popen_uci(find()) as stockfish:
-        stockfish.configure({"Skill Level": 0})
-        for colour in chess.COLORS:
-            board, clock = chess.Board(), Limit(white_clock=60, black_clock=60, white_inc=0.5, black_inc=0.5)
-            while not board.is_game_over(claim_draw=True) and len(board.move_stack) < 200:
-                if board.turn == colour:
-                    play(engine, board, clock, game=colour)
-                else:
-                    board.push(stockfish.play(board, Limit(nodes=2000)).move)
-            assert board.is_game_over(claim_draw=True)
 
 
 @pytest.mark.slow
@@ -366,16 +249,10 @@ def test_no_position_whatever_kills_it(raw):
 
 
 @pytest.mark.slow
-def test_it_ends_as_it_should(tmp_path):
+def test_quit_in_the_middle_of_thinking():
     raw = Raw()
     raw.send("setoption name Samples value 256", "go infinite")
     raw.until("info depth 0")
-    raw.send("quit")  # in the middle of thinking
+    raw.send("quit")
     assert raw.process.wait(PATIENCE) == 0 and raw.process.stderr.read() == b""
     assert not any(line.startswith("info depth 1") for line in raw.lines.queue)
-    process = subprocess.run([*COMMAND, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 1 and process.stdout == ""
-    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
-    unneeded = ["train", "transformers", "huggingface_hub", "matplotlib"]
-    code = f"import sys, tools.uci; print([name for name in {unneeded} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
