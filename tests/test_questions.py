@@ -13,8 +13,6 @@ from nanorook.tokenizer import Tokenizer
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
-EN_PASSANT = "4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2"
-CASTLING = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +39,12 @@ def test_texts_are_written_as_documented():
 
 def test_the_longest_prompts_fit_their_width():
     fen = "1n1qkbnr/p1p1p1p1/1p1p1p1p/r7/7R/1P1P1P1P/P1P1P1P1/RNBQK1N1 w KQkq e3 149 249"
-    history = ("a7a8q",) * 10
     assert len(rewards.policy_prompt(fen, "expanded")) == rewards.WIDTH["expanded"]["P: "]
     moves = ("a2a4",) * 9 + ("a7a8q",)
     assert len(rewards.environment_prompt(fen, "a7a8q", moves, "expanded")) == rewards.WIDTH["expanded"]["A: "]
     encode = Tokenizer.squares().encode
     assert len(encode(rewards.policy_prompt(fen, "squares"))) == rewards.WIDTH["squares"]["P: "]
     assert len(encode(rewards.environment_prompt(fen, "a7a8q", moves, "squares"))) == rewards.WIDTH["squares"]["A: "]
-    assert len(rewards.environment_prompt(fen, "a7a8q", history, "rookworld").split("+")[2].split()) == 10
 
 
 @pytest.mark.parametrize(
@@ -56,24 +52,16 @@ def test_the_longest_prompts_fit_their_width():
     [
         (START, "e2e4", ("rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1", 0.001, False, False)),
         ("8/P6k/8/8/8/8/8/K7 w - - 3 9", "a7a8n", ("N7/7k/8/8/8/8/8/K7 b - - 0 9", 0.5, True, False)),  # bare material
-        ("8/P6k/8/8/8/8/8/K7 w - - 3 9", "a7a8q", ("Q7/7k/8/8/8/8/8/K7 b - - 0 9", 0.001, False, False)),
-        (CASTLING, "e1g1", ("r3k2r/8/8/8/8/8/8/R4RK1 b kq - 1 1", 0.001, False, False)),
-        (CASTLING, "e1c1", ("r3k2r/8/8/8/8/8/8/2KR3R b kq - 1 1", 0.001, False, False)),
-        (CASTLING.replace("w", "b"), "e8g8", ("r4rk1/8/8/8/8/8/8/R3K2R w KQ - 1 2", 0.001, False, False)),
-        (CASTLING.replace("w", "b"), "e8c8", ("2kr3r/8/8/8/8/8/8/R3K2R w KQ - 1 2", 0.001, False, False)),
-        (EN_PASSANT, "e5d6", ("4k3/8/3P4/8/8/8/8/4K3 b - - 0 2", 0.001, False, False)),
-        ("4k3/3p4/8/4P3/8/8/8/4K3 b - - 0 1", "d7d5", (EN_PASSANT, 0.001, False, False)),
-        (MATE_IN_ONE, "a1a8", ("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1", 1.0, True, False)),
+        ("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1", "e1c1", ("r3k2r/8/8/8/8/8/8/2KR3R b kq - 1 1", 0.001, False, False)),
+        ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6", ("4k3/8/3P4/8/8/8/8/4K3 b - - 0 2", 0.001, False, False)),
         (
             "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2",
             "d8h4",
             ("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3", 1.0, True, False),
         ),
         ("7k/8/8/6Q1/8/8/8/K7 w - - 0 1", "g5g6", ("7k/8/6Q1/8/8/8/8/K7 b - - 1 1", 0.5, True, False)),  # stalemate
-        ("8/8/8/4k3/8/8/3p4/3K4 w - - 0 1", "d1d2", ("8/8/8/4k3/8/8/3K4/8 b - - 0 1", 0.5, True, False)),
         ("8/8/4k3/8/8/8/R7/K7 w - - 149 99", "a2b2", ("8/8/4k3/8/8/8/1R6/K7 b - - 150 99", 0.5, True, False)),
         ("8/8/4k3/8/8/8/R7/K7 w - - 148 99", "a2b2", ("8/8/4k3/8/8/8/1R6/K7 b - - 149 99", 0.001, False, False)),
-        ("8/8/4k3/8/8/p7/R7/K7 w - - 149 99", "a2a3", ("8/8/4k3/8/8/R7/8/K7 b - - 0 99", 0.001, False, False)),
         (MATE_IN_ONE.replace("0 1", "149 99"), "a1a8", ("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 150 99", 1.0, True, False)),
     ],
 )
@@ -84,42 +72,18 @@ def test_transition_by_hand(fen, move, expected):
 @pytest.mark.parametrize(
     "fen, move",
     [
-        (START, "e2e5"),  # own piece, impossible place
         (START, "a1a3"),  # through its own pawn
         (START, "e7e5"),  # the opponent's piece
         (START, "e4e5"),  # an empty square
         ("4k3/4r3/8/8/8/8/4B3/4K3 w - - 0 1", "e2d3"),  # pinned
-        ("4k3/3r4/8/8/8/8/8/4K3 w - - 0 1", "e1d1"),  # into check
-        ("4k3/8/8/8/4r3/8/P7/4K3 w - - 0 1", "a2a3"),  # stays in check
         ("4kr2/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1"),  # castles through check
         ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8"),  # promotes to nothing
-        (START, "e2e4q"),
-        (START, "e2e2"),
-        (START, "e2"),
         (START, "0000"),
-        (START, ""),
         (START, "e2x9"),
     ],
 )
 def test_an_illegal_move_leaves_the_position(fen, move):
     assert rewards.transition(fen, move) == (fen, -1.0, False, True)
-
-
-def test_transition_equals_python_chess_for_every_move_of_random_boards(positions):
-    rng = random.Random(2)
-    for position in rng.sample(positions, 300):
-        board = chess.Board(position.fen)
-        board.halfmove_clock = rng.choice([board.halfmove_clock, 149]) if not board.ep_square else 0
-        for move in rng.sample(list(board.pseudo_legal_moves), 5) if board.legal_moves.count() >= 5 else ():
-            after = board.copy(stack=False)
-            after.push(move)
-            if not after.is_valid():  # the mover's king could be taken
-                assert rewards.transition(board.fen(), move.uci()) == (board.fen(), -1.0, False, True)
-                continue
-            draw = after.is_stalemate() or after.is_insufficient_material() or after.is_seventyfive_moves()
-            reward = 1.0 if after.is_checkmate() else 0.5 if draw else 0.001
-            expected = (after.fen(), reward, after.is_game_over(), False)
-            assert rewards.transition(board.fen(), move.uci()) == expected
 
 
 def test_environment_questions_hold_the_truth_and_show_ten_moves(positions):
@@ -141,53 +105,32 @@ def test_environment_questions_have_every_kind(positions):
     rng, kinds = random.Random(4), collections.Counter()
     for position in positions:
         question = rewards.environment_question(position, rng, "rookworld", 1 / 4)
-        fen, uci, *_ = question.prompt.removeprefix("A: ").split("+")
-        board, move = chess.Board(fen), chess.Move.from_uci(uci)
-        if question.truth[3]:
-            kinds["illegal"] += 1
-            continue
-        kinds["promotion"] += move.promotion is not None
-        kinds["high clock, no draw"] += board.halfmove_clock >= 100 and not question.truth[2]
-        if question.truth[2]:
-            board.push(move)
-            kinds[board.outcome().termination.name] += 1
+        fen, move, *_ = question.prompt.removeprefix("A: ").split("+")
+        kinds["illegal"] += question.truth[3]
+        if not question.truth[3]:
+            board = chess.Board(fen)
+            board.push_uci(move)
+            kinds["promotion"] += len(move) == 5
+            kinds[board.outcome().termination.name if question.truth[2] else ""] += 1
     assert 0.22 < kinds["illegal"] / len(positions) < 0.28
-    least = {"promotion": 23, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25}
-    for kind, number in {**least, "INSUFFICIENT_MATERIAL": 1, "high clock, no draw": 25}.items():
-        assert kinds[kind] >= number, (kind, kinds)
-
-
-def test_a_mirrored_game_has_the_same_transitions(positions):
-    for position in positions[::40]:
-        move = position.moves[0][0]
-        fen, *rest = rewards.transition(position.fen, move)
-        mirrored, *mirrored_rest = rewards.transition(P.mirror_fen(position.fen), P.mirror_move(move))
-        pieces = [" ".join(f.split()[:5]) for f in (mirrored, P.mirror_fen(fen))]  # the move number counts by Black
-        assert pieces[0] == pieces[1] and rest == mirrored_rest
+    least = {"promotion": 23, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25, "INSUFFICIENT_MATERIAL": 1}
+    assert all(kinds[kind] >= number for kind, number in least.items()), kinds
 
 
 def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
-    rng, reached = random.Random(6), 0
-    train, held = P.split(positions)
+    rng = random.Random(6)
+    train, _ = P.split(positions)
     moves = [(p, uci) for p in train[:1000] for uci, _ in p.moves]
     reaching = [p._replace(asked=uci) for p, uci in moves if P.held_out(rewards.transition(p.fen, uci)[0])]
     assert len(reaching) > 100  # without the rule these would get through
     for position in train[:500] + reaching[:200]:
         question = rewards.environment_question(position, rng, "rookworld")
         assert not P.held_out(question.prompt[3:].split("+")[0]) and not P.held_out(question.truth[0])
-    for position in held[:100]:
-        question = rewards.environment_question(position, rng, "rookworld")
-        assert P.held_out(question.prompt[3:].split("+")[0])
-        reached += not P.held_out(question.truth[0])
-    assert reached > 50
 
 
 def test_our_own_completions_read_back(positions, tmp_path):
     for chess_format in "rookworld", "expanded":
-        texts = [
-            rewards.policy_prompt(p.fen, chess_format) + rewards.policy_completion(p.fen, p.moves, chess_format)
-            for p in positions[:300]
-        ]
-        (tmp_path / chess_format).write_text("\n".join(texts))
-        loaded = P.load(tmp_path / chess_format)
-        assert loaded == [p._replace(history=()) for p in positions[:300]]
+        lines = [rewards.policy_prompt(p.fen, chess_format) + rewards.policy_completion(p.fen, p.moves, chess_format)
+                 for p in positions[:300]]  # fmt: skip
+        (tmp_path / chess_format).write_text("\n".join(lines))
+        assert P.load(tmp_path / chess_format) == [p._replace(history=()) for p in positions[:300]]
