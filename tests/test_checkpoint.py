@@ -3,6 +3,7 @@
 import errno
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,10 +31,9 @@ def small():
     return toy.model()
 
 
-def save(out, model, *steps, keep=10):
-    out.mkdir(exist_ok=True)
+def save(out, model, *steps):
     for step in steps:
-        checkpoint.save(out, model, {**TRAINER, "step": step}, keep)
+        checkpoint.save(out, model, {**TRAINER, "step": step})
 
 
 def load(out):
@@ -50,28 +51,14 @@ def test_what_is_saved_comes_back(small, tmp_path):
     assert checkpoint.load(tmp_path / "empty", print) is None
 
 
-def test_only_some_are_kept_and_the_best_is_one_of_them(small, tmp_path):
-    save(tmp_path, small, *range(1, 6), keep=2)
-    (tmp_path / "step-final").mkdir()  # of another name: not a checkpoint
-    assert [folder.name for folder in checkpoint.folders(tmp_path)] == ["step-000005", "step-000004", "step-000001"]
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json", "config.json"])
-@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted", "without a sum"])
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json"])
+@pytest.mark.parametrize("damage", ["flipped", "deleted"])
 def test_damage_is_named_and_the_one_before_is_taken(small, tmp_path, file, damage):
     save(tmp_path, small, 1, 2)
-    path, sums = tmp_path / "step-000002" / file, tmp_path / "step-000002" / "sums.json"
+    path = tmp_path / "step-000002" / file
     content = bytearray(path.read_bytes())
-    if damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif damage == "flipped":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    elif damage == "deleted":
-        path.unlink()
-    else:
-        listed = {} if file == "sums.json" else json.loads(sums.read_text())
-        sums.write_text(json.dumps({name: digest for name, digest in listed.items() if name != file}))
+    content[len(content) // 2] ^= 1
+    path.unlink() if damage == "deleted" else path.write_bytes(content)
     name, trainer, messages = load(tmp_path)
     assert name == "step-000001" and trainer["step"] == 1
     assert len(messages) == 1 and "step-000002 is damaged" in messages[0]
@@ -84,47 +71,22 @@ def test_nothing_whole_is_an_error_and_not_a_fresh_start(small, tmp_path):
         load(tmp_path)
 
 
-class Code:
-    def __reduce__(self):
-        return exec, ("import pathlib; pathlib.Path('executed').touch()",)
-
-
-def test_code_in_a_checkpoint_is_not_executed(small, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_code_in_a_checkpoint_is_not_executed(small, tmp_path):
     save(tmp_path, small, 1, 2)
     folder = tmp_path / "step-000002"
-    torch.save({"step": 2, "code": Code()}, folder / "trainer.pt")
+    torch.save({"step": 2, "code": exec}, folder / "trainer.pt")
     sums = {file.name: checkpoint.digest(file) for file in folder.iterdir() if file.name != "sums.json"}
     (folder / "sums.json").write_text(json.dumps(sums))  # as a stranger would make them
-    name, _, messages = load(tmp_path)
-    assert name == "step-000001" and "damaged" in messages[0] and "\n" not in messages[0]
-    assert not (tmp_path / "executed").exists()
+    assert load(tmp_path)[0] == "step-000001"
 
 
-@pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "fsync"), (os, "rename")])
+@pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "rename")])
 def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, owner, name):
     save(tmp_path, small, 1)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, full)
-        with pytest.raises(CheckpointError, match="step-000002 could not be written .No space left"):
-            save(tmp_path, small, 2)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="step-000002 could not be written"):
+        patch.setattr(owner, name, Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        save(tmp_path, small, 2)
     assert load(tmp_path)[0] == "step-000001" and not list(tmp_path.glob(".step*"))
-
-
-def test_a_folder_that_vanished_or_cannot_be_written_to(small, tmp_path):
-    out = tmp_path / "out"
-    save(out, small, 1)
-    out.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="step-000002 could not be written .No such file"):
-        checkpoint.save(out, small, {**TRAINER, "step": 2}, 2)
-    assert not out.exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written to"):
-        checkpoint.lock(tmp_path / "file" / "out")
 
 
 def test_everything_is_flushed_before_it_gets_its_name(small, tmp_path, monkeypatch):
@@ -137,35 +99,22 @@ def test_everything_is_flushed_before_it_gets_its_name(small, tmp_path, monkeypa
     assert files | {".step-000001"} <= {*events[:named]} and tmp_path.name in events[named:]
 
 
-def test_the_lock_is_held_by_the_living_alone(tmp_path):
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        held = checkpoint.lock(tmp_path)
-        os.write(writing, b"locked")
-        signal.pause()
-        held.close()
-    os.read(reading, 6)
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    held = checkpoint.lock(tmp_path)
     with pytest.raises(CheckpointError, match="in use by another run"):
         checkpoint.lock(tmp_path)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    held.close()
     checkpoint.lock(tmp_path).close()
 
 
-def test_what_a_killed_process_has_left_is_deleted_and_nothing_else(small, tmp_path):
+def test_fresh_deletes_what_a_run_has_made_and_nothing_else(small, tmp_path):
     save(tmp_path, small, 1)
-    left = [tmp_path / name for name in ("..step-000002-x1y2", ".step-000002", ".model-z3")]
-    for folder in left:
-        folder.mkdir()
-    save(tmp_path, small, 2)
-    assert not any(folder.exists() for folder in left)
-    for name in ("metrics.jsonl", ".metrics.jsonl", ".latest", "thesis.tex"):
+    (tmp_path / ".step-000002").mkdir()  # left by a process that was killed
+    for name in ("metrics.jsonl", "thesis.tex"):
         (tmp_path / name).write_text("{}")
-    left[0].mkdir()
     with pytest.raises(CheckpointError, match="holds thesis.tex"):
         checkpoint.clear(tmp_path)
-    assert len(checkpoint.folders(tmp_path)) == 2
+    assert len(checkpoint.folders(tmp_path)) == 1
     (tmp_path / "thesis.tex").unlink()
     checkpoint.clear(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -176,25 +125,15 @@ def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
     file.write_text('{"step": 1, "x": NaN}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
     assert [row["step"] for row in checkpoint.rewind(file, 2)] == [1, 2]
     assert len(file.read_text().splitlines()) == 2 and file.read_text().endswith("}\n")
-    assert checkpoint.rewind(tmp_path / "none", 2) == []
-    for bad in (b"\xff\xfe{}", b"[" * 100_000, b"5", b"null", b'{"other": 1}', b'{"step": "2"}'):
-        file.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 3}\n')
-        assert checkpoint.rewind(file, 3) == [{"step": 1}]
 
 
-def test_a_second_signal_ends_the_process_at_once():
-    pid = os.fork()
-    if pid == 0:
-        received = checkpoint.catch_signals()
-        os.kill(os.getpid(), signal.SIGINT)
-        if received == [signal.SIGINT]:  # the step goes on
-            os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole runs
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(os, "_exit", Mock())
+    received = checkpoint.catch_signals()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGINT] and not os._exit.called  # the step goes on
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit.assert_called_once_with(128 + signal.SIGTERM)
 
 
 class Killed(BaseException):
@@ -243,34 +182,30 @@ def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, mo
     assert all_of(tmp_path / "out") == never_killed
 
 
-def test_a_stopped_run_saves_and_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
+def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
     """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
-    rollout, results = train.rollout, []
-    for stops in ((), (4, 6, 7)):
-        for stop in (*stops, None):
+    rollout, stops = train.rollout, []
 
-            def broken(model, questions, step, stop=stop):
-                if step + 1 == stop:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                parts = rollout(model, questions, step)
-                bad = step in (3, 5, 6)
-                return [(b._replace(advantages=b.advantages * float("nan")) if bad else b, s) for b, s in parts]
+    def failing(model, questions, step):
+        if step + 1 in stops[:1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        bad = math.nan if step in (3, 5, 6) else 1
+        return [(b._replace(advantages=b.advantages * bad), samples) for b, samples in rollout(model, questions, step)]
 
-            monkeypatch.setattr(train, "rollout", broken)
-            monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
-            run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
-            if stop:
-                with pytest.raises(SystemExit, match="143"):
-                    toy_run(f"out{len(stops)}", **run)
-                assert f"stopped after step {stop}; the same command goes on from there." in capsys.readouterr().out
-                gc.collect()
-            else:
-                toy_run(f"out{len(stops)}", **run)
-        results.append(all_of(tmp_path / f"out{len(stops)}"))
-    rows = results[0][0]
+    monkeypatch.setattr(train, "rollout", failing)
+    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
+    run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
+    rows = toy_run("whole", **run)
     assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 0, 1, 1, 0]
     assert rows[7]["lr"] == rows[4]["lr"] / 2  # it went back
-    assert results[1] == results[0]
+    stops += [4, 6, 7]
+    while stops:
+        with pytest.raises(SystemExit, match="143"):
+            toy_run(**run)
+        assert f"stopped after step {stops.pop(0)}; the same command goes on" in capsys.readouterr().out
+        gc.collect()
+    toy_run(**run)
+    assert all_of(tmp_path / "out") == all_of(tmp_path / "whole")
 
 
 @pytest.mark.slow
