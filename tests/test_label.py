@@ -1,8 +1,6 @@
 """tools/label.py with Stockfish: killed, resumed or with other workers, it writes the same file."""
 
-import gzip
 import os
-import random
 import re
 import signal
 import subprocess
@@ -56,7 +54,6 @@ def test_every_line_is_a_position_with_its_best_moves_first(undisturbed):
     positions = [P.read_position(line) for line in undisturbed.decode().splitlines()]
     assert len({P.board_key(p.fen) for p in positions}) == len(positions) == 100
     assert {p.fen.split()[1] for p in positions} == {"w", "b"}
-    assert max(len(p.history) for p in positions) == 10
     for position in positions:
         board = chess.Board(position.fen)
         legal = {move.uci() for move in board.legal_moves}
@@ -68,24 +65,15 @@ def test_every_line_is_a_position_with_its_best_moves_first(undisturbed):
             for uci in position.history:
                 game.push_uci(uci)
             assert game.fen() == position.fen
-        if position.history:
-            last = chess.Move.from_uci(position.history[-1])
-            assert board.color_at(last.from_square) is None and board.color_at(last.to_square) == (not board.turn)
 
 
 def test_finished_games_and_mirrored_positions_are_left_out(tmp_path):
     mate_in_one, mated = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1", "R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 0 1"
-    with gzip.open(tmp_path / "fens.txt.gz", "wt") as file:
-        file.write("\n".join([mate_in_one, mated, chess.STARTING_FEN, P.mirror_fen(mate_in_one)]))
-    out = run(tmp_path / "out.txt.gz", "--from", tmp_path / "fens.txt.gz", "--nodes", 2000)
+    (tmp_path / "fens").write_text("\n".join([mate_in_one, mated, chess.STARTING_FEN, P.mirror_fen(mate_in_one)]))
+    out = run(tmp_path / "out.txt.gz", "--from", tmp_path / "fens", "--nodes", 2000)
     assert "2 positions (2 left out" in out
     first, second = P.load(tmp_path / "out.txt.gz")
     assert first.moves[0] == ("a1a8", 99999) and second.fen == chess.STARTING_FEN
-    assert (tmp_path / "out.txt.gz").read_bytes()[4:8] == bytes(4)  # gzip's time is 0: same labels, same bytes
-
-
-# -----------------------------------------------------------------------------
-# Interrupted
 
 
 def alive(pid):
@@ -125,12 +113,10 @@ def test_killed_and_resumed_with_other_workers_gives_the_same_file(tmp_path, und
     kept = partial.read_bytes() + b"rnbqkbnr/pppp"  # killed in the middle of a line
     partial.write_bytes(kept)
     assert "was started with other settings" in refused(out, *GAMES, "--seed", 1)
-    assert partial.read_bytes() == kept
     done = kept[: kept.rindex(b"# unit ")].count(b";") // 2
     assert done > 0 and f"Continuing {partial}: {done} positions are done." in run(out, *GAMES, "--workers", 3)
     assert out.read_bytes() == undisturbed and not partial.exists()
     assert "is there already" in refused(out, *GAMES)
-    assert out.read_bytes() == undisturbed
 
 
 def test_ctrl_c_ends_with_a_sentence_and_loses_nothing(tmp_path, undisturbed):
@@ -158,43 +144,14 @@ def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):
         assert partial.read_bytes() == header + b"".join(whole)
 
 
-# -----------------------------------------------------------------------------
-# Engines that fail
-
-
-def script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_an_engine_that_dies_once_is_started_again(tmp_path, undisturbed):
-    dies = f"""[ -e {tmp_path}/died ] && exec {stockfish.require()}
-        while read word rest; do case $word in uci) echo uciok;; go) touch {tmp_path}/died; exit 1;; esac; done"""
-    run(tmp_path / "out", *GAMES, "--workers", 1, STOCKFISH_PATH=script(tmp_path / "engine", dies))
-    assert (tmp_path / "died").exists() and (tmp_path / "out").read_bytes() == undisturbed
-
-
-def test_finished_units_are_not_searched_again(tmp_path):
-    """The engine dies on a position of the second unit; the next run searches from this unit on."""
-    boards, rng = [chess.Board()], random.Random(0)
-    while len(boards) < 2 * label.CHUNK:
-        boards.append(boards[-1].copy())
-        boards[-1].push(rng.choice(list(boards[-1].legal_moves)))
-    fens = [board.fen() for board in boards]
-    mirrored = boards[3].mirror().fen()  # the next run knows that its first unit had this board
-    (tmp_path / "fens").write_text("\n".join([*fens, mirrored]))
-    arguments = tmp_path / "out", "--from", tmp_path / "fens", "--nodes", 300, "--workers", 1
-
-    marker = fens[label.CHUNK + 2].split()[0].replace("/", ".")
-    dies = script(tmp_path / "dies", f"sed -u '/{marker}/q' | {stockfish.require()}")
-    assert refused(*arguments, STOCKFISH_PATH=dies) == f"Stockfish ({dies}) died, and again after a restart."
-    records = script(tmp_path / "records", f"tee -a {tmp_path}/commands | {stockfish.require()}")
-    out = run(*arguments, STOCKFISH_PATH=records)
-    assert f"{label.CHUNK} positions are done" in out and "(1 left out" in out
-    searched = re.findall(r"position fen (.*)", (tmp_path / "commands").read_text())
-    assert searched == [*fens[label.CHUNK :], mirrored]
-    assert [p.fen for p in P.load(tmp_path / "out")] == fens
+    engine, died = tmp_path / "engine", tmp_path / "died"
+    engine.write_text(f"""#!/bin/sh
+        [ -e {died} ] && exec {stockfish.require()}
+        while read word rest; do case $word in uci) echo uciok;; go) touch {died}; exit 1;; esac; done""")
+    engine.chmod(0o755)
+    run(tmp_path / "out", *GAMES, "--workers", 1, STOCKFISH_PATH=str(engine))
+    assert died.exists() and (tmp_path / "out").read_bytes() == undisturbed
 
 
 def test_a_missing_engine_or_a_bad_argument_is_one_sentence(tmp_path):
@@ -202,17 +159,4 @@ def test_a_missing_engine_or_a_bad_argument_is_one_sentence(tmp_path):
     assert "STOCKFISH_PATH is /no/such" in refused(out, STOCKFISH_PATH="/no/such")
     assert refused(out, STOCKFISH_PATH="/bin/false") == "Stockfish (/bin/false) died."
     assert str(tmp_path / "none.txt") in refused(out, "--from", tmp_path / "none.txt")
-    assert "argument --nodes: invalid" in refused(out, "--nodes", 0)
-    assert refused(tmp_path / "no" / "out") == f"{tmp_path}/no/out cannot be written: No such file or directory."
     assert list(tmp_path.iterdir()) == []
-
-
-def test_describe_counts_what_the_file_consists_of(tmp_path, undisturbed):
-    (tmp_path / "positions.txt").write_bytes(undisturbed + chess.STARTING_FEN.encode())  # one without moves
-    table = run(tmp_path / "positions.txt", "--describe")
-    counts = {what: int(count) for what, count in re.findall(r"^\| (.+?) \| (\d+) \|", table, re.M)}
-    fens = [line.split(";")[0] for line in undisturbed.decode().splitlines()]
-    assert counts["White to move"] == sum(" w " in fen for fen in fens) == 100 - counts["Black to move"]
-    assert counts["held out"] == sum(map(P.held_out, fens))
-    pieces = [len(re.findall("[NBRQ]", fen.split()[0].upper())) for fen in fens]
-    assert counts["few (at most 6)"] == sum(n <= 6 for n in pieces) > 0

@@ -9,7 +9,6 @@ import sys
 from html import unescape
 from pathlib import Path
 
-import chess
 import pytest
 
 import rewards
@@ -23,10 +22,6 @@ HOSTILE = (
     "M: e2e4 </pre></title></svg><script>document.title = 'owned'</script><img src=x onerror=\"document.title=1\">'\""
     " onmouseover='document.title=1' <svg onload=\"document.title='owned'\"> $title ${plots} \ud800 & <b>bold</b>"
 )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs to report: made-up metrics, real questions and grades
 
 
 def chess_samples():
@@ -45,23 +40,19 @@ def chess_samples():
 
 
 def letter_samples():
+    shared = {"completion": "<a", "kind": "letters", "prompt": "sort: ba", "truth": {"answer": "ab"}, "reward": 0.8}
     for step in (0, STEPS):
         pieces = [["form", 0.5, None], ["letter 0", 0.1 * bool(step), [0, 1]], ["letter 1", 0.2, [1, 2]]]
-        yield {
-            "step": step, "completion": "<a", "kind": "letters", "prompt": "sort: ba", "truth": {"answer": "ab"},
-            "reward": 0.8, "pieces": pieces, "metrics": {},
-        }  # fmt: skip
+        yield shared | {"step": step, "pieces": pieces, "metrics": {}}
 
 
 def make_metrics(names):
+    names = ("reward", "reward_max", "kl", "clip_low", "clip_high", "frac_zero_std", *names)
     for step in range(1, STEPS + 1):
         state, advice = {7: ("yellow", "look <here>"), 9: ("red", "skipped")}.get(step, ("green", ""))
-        row = {
-            name: step / 100
-            for name in ("reward", "reward_max", "kl", "clip_low", "clip_high", "frac_zero_std", *names)
-        }
-        row |= {"step": step, "grad_norm": math.nan if step == 9 else 0.4, "seconds": {"rollout": 2.0, "update": 4.0}}
-        yield row | {"tokens": 9800, "broken": False, "state": state, "advice": advice}
+        row = {name: step / 100 for name in names} | {"step": step, "grad_norm": math.nan if step == 9 else 0.4}
+        row |= {"seconds": {"rollout": 2.0, "update": 4.0}, "tokens": 9800, "broken": False}
+        yield row | {"state": state, "advice": advice}
 
 
 def write_lines(path, rows):
@@ -73,7 +64,6 @@ def make_run(folder, samples=chess_samples, names=("policy/reward", "policy/lega
     write_lines(folder / "metrics.jsonl", make_metrics(names))
     write_lines(folder / "samples.jsonl", samples())
     skill = {"before": {"policy legal T=0": [0.8, 0.02], "policy loss T=1": [2.0, 0.1]}}
-    skill["step 15"] = {"policy legal T=0": [0.81, 0.02]}
     skill["after"] = {"policy legal T=0": [0.9, 0.02], "policy loss T=1": [1.0, 0.1]}
     about = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee1", "command": "./train.sh LR=1"}
     for name, content in (("skill", skill), ("settings", {"LR": lr, "MAX_GRAD_NORM": 1.0}), ("run", about)):
@@ -86,20 +76,9 @@ def run(tmp_path):
     return make_run(tmp_path / "run")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In a browser
-
-
 def chromium(url, *options):
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--enable-logging=stderr",
-    ]
-    command += [*options, "--dump-dom", url]
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--enable-logging=stderr", *options, "--dump-dom", url]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
@@ -108,10 +87,8 @@ LOOK = """<script>
 const boxes = selector => [...document.querySelectorAll(selector)].map(element => element.getBoundingClientRect());
 document.title = JSON.stringify({
     inside: boxes('.board, .plot svg, .card').every(box => box.left >= 0 && box.right <= innerWidth && box.width > 100),
-    boards: boxes('.board').length, pieces: boxes('.board use').filter(box => box.width > 5).length,
-    curves: boxes('.line').length, overflow: document.documentElement.scrollWidth > innerWidth,
+    boards: boxes('.board').length, overflow: document.documentElement.scrollWidth > innerWidth,
     strangers: document.querySelectorAll('img, script:not(:last-child), [onload], [onmouseover], b b, pre svg').length,
-    paper: getComputedStyle(document.body).backgroundColor,
 });</script>"""
 
 
@@ -123,22 +100,13 @@ def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
 
     text = page.read_text()  # with a script of ours, which the page's policy would not let in
     page.write_text(re.sub("<meta http-equiv=.*?>", "", text).replace("</html>", LOOK))
-    for width, dark in ((1200, 0), (500, 1)):
-        options = [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-        found = json.loads(unescape(re.search("<title>(.*?)</title>", chromium(page.as_uri(), *options)[0])[1]))
-        paper = found.pop("paper")
-        assert sum(map(int, re.findall("[0-9]+", paper))) < 150 if dark else paper == "rgb(251, 250, 247)"
-        assert found == {
-            "inside": True, "overflow": False, "strangers": 0, "boards": 7, "pieces": 7 * 33 + 1, "curves": 12,
-        }  # fmt: skip
+    for width in (1200, 500):
+        title = re.search("<title>(.*?)</title>", chromium(page.as_uri(), f"--window-size={width},900")[0])[1]
+        assert json.loads(unescape(title)) == {"inside": True, "overflow": False, "strangers": 0, "boards": 7}
 
     page.write_text(text.replace("<main>", "<main><script>document.title = 'owned'</script>"))
     dom, console = chromium(page.as_uri())
     assert f"<title>{run}</title>" in dom and any("Content Security Policy" in line for line in console)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is shown
 
 
 def panels(text):
@@ -152,40 +120,20 @@ def test_what_was_run_and_how_it_went(run):
     for told in ("30 steps", "294,000 completion tokens", "3.0 min", "c0ffee1", "torch 2.13.0", "./train.sh LR=1"):
         assert told in text
     assert "28 green, 1 yellow, 1 red of 30 steps" in text and 'title="red: 9 to 9"' in text
+    assert '<span class="up">▲ 0.900 ± 0.020</span>' in text and '<span class="down">▼ 1.000 ± 0.100</span>' in text
     assert not re.search(r'(src|href)="(?!#)|url\(|@import|https?://(?!www\.w3\.org)|<script', text)  # needs no network
 
 
 def test_every_metric_of_any_task_is_shown(tmp_path):
-    names = [f"letters/{name}" for name in ("reward", "right", "length", "earned/form", "earned/<b>")]
-    names += ["x y/reward", "x y/ok"]
-    run = make_run(tmp_path / "run", letter_samples, names)
-    rows = [row | {"letters/length": 7.5} for row in make_metrics(names)]
-    write_lines(run / "metrics.jsonl", rows)
-    text = report.write(run).read_text()
-    assert panels(text) == {
-        "Reward": ["all", "best answer", "letters", "x y"],
-        "letters: pieces of the reward": ["form", "&lt;b&gt;"],
-        "letters: metrics": ["right"],
-        "letters: other metrics": ["length"],
-        "x y: metrics": ["ok"],
-        "KL to the reference": ["KL"],
-        "Gradient norm": ["norm"],
-        "Clipped tokens": ["below", "above"],
-        "Zero-variance groups": ["frac_zero_std"],
-        "Time of a step": ["rollout", "update"],
-    }
-    assert "sort: ba" in text and 'class="board"' not in text and 'id="white-pawn"' not in text
-    assert re.findall('<mark style="--share:(.*?)" title="letter .*?">(.*?)</mark>', text) == [
-        ("0%", "&lt;"), ("100%", "a"), ("100%", "&lt;"), ("100%", "a")
-    ]  # fmt: skip
-
-
-def test_skill_changes_beyond_the_intervals_are_marked(run):
-    text = report.write(run).read_text()
-    assert (
-        '<span class="">0.810 ± 0.020</span>' in text and "policy, greedy" in text and "policy, temperature 1" in text
-    )
-    assert '<span class="up">▲ 0.900 ± 0.020</span>' in text and '<span class="down">▼ 1.000 ± 0.100</span>' in text
+    names = [f"letters/{name}" for name in ("reward", "right", "earned/form", "earned/<b>")] + ["x y/reward", "x y/ok"]
+    text = report.write(make_run(tmp_path / "run", letter_samples, names)).read_text()
+    shown = panels(text)
+    assert shown["Reward"] == ["all", "best answer", "letters", "x y"]
+    assert shown["letters: pieces of the reward"] == ["form", "&lt;b&gt;"]
+    assert shown["letters: metrics"] == ["right"] and shown["x y: metrics"] == ["ok"]
+    assert "sort: ba" in text and 'class="board"' not in text
+    marks = re.findall('<mark style="--share:(.*?)" title="letter .*?">(.*?)</mark>', text)
+    assert marks == [("0%", "&lt;"), ("100%", "a"), ("100%", "&lt;"), ("100%", "a")]
 
 
 def test_boards_show_how_good_a_move_is_and_what_is_wrong():
@@ -196,9 +144,6 @@ def test_boards_show_how_good_a_move_is_and_what_is_wrong():
     assert arrows[1] == [("five faint", "d2d4"), ("best", "e2e4")]
     question, pictures = report.pictures([environment, right])
     assert "<title>e2e4</title>" in question and [picture.count('class="wrong"') for picture in pictures] == [2, 0]
-    assert len(report.pieces_of("rnbqkbnr/pppppppppp/8 w - -")) == 16 and report.pieces_of("/9///x") == {}
-    black = report.draw({chess.A1: chess.Piece.from_symbol("K")}, chess.BLACK)
-    assert '<use href="#white-king" x="315" y="0"/>' in black
 
 
 def test_values_that_are_not_finite_leave_a_gap_and_a_cross(run):
@@ -210,36 +155,13 @@ def test_values_that_are_not_finite_leave_a_gap_and_a_cross(run):
 def test_long_runs_are_thinned_without_hiding_an_incident():
     points = report.points_of([{"step": i, "x": math.nan if i == 777 else i} for i in range(5000)], "x")
     assert len(points) <= report.POINTS and sum(math.isnan(v) for _, v in points) == 1 and points[-1][0] == 4999
-    assert report.points_of([{"step": 1, "x": math.inf}, {"step": 2}, {"step": 3, "x": 1}], "x") == [
-        (1, math.inf),
-        (3, 1),
-    ]
-
-
-def test_any_values_can_be_drawn_and_explosions_on_a_logarithmic_scale():
-    rng = random.Random(0)
-    for values in ([0.0], [-1e-9, 2e9], [math.nan], [5.0, 5.0], [-3.0], [rng.gauss(0, 1) for _ in range(99)]):
-        figure = report.plot("x", "", [("x", "c0", list(enumerate(values)))], 0, 9)
-        assert "nan" not in figure and "inf" not in figure.replace("not finite", "")
-    figure = report.plot("x", "", [("x", "c0", [(i, 0.5) for i in range(99)] + [(99, 54_648_652.0)])], 0, 99)
-    line = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", re.search('class="raw[^>]*d="([^"]*)"', figure)[1])]
-    assert report.TOP <= line[-1] < 40 and 130 < line[0] < report.BOTTOM and "5.46e+07" in figure
 
 
 def test_two_runs_side_by_side(run, tmp_path):
-    other = make_run(tmp_path / "other", lr=3e-4)
-    path = report.write(run, other)
-    text = path.read_text()
-    assert path == run / "report.html" and not (other / "report.html").exists()
+    text = report.write(run, make_run(tmp_path / "other", lr=3e-4)).read_text()
     assert '<dd class="differs">0.0001 | 0.0003</dd>' in text and text.count('class="differs"') == 1
-    assert panels(text)["Gradient norm"] == ["A norm", "B norm"] and "dashed" in text
-    for told in ("A is ", "B is ", "A before", f"B step {STEPS}", "A 28 green"):
-        assert told in text
+    assert panels(text)["Gradient norm"] == ["A norm", "B norm"]
     assert text.count('class="card"') == 3 and text.count("<b>A before</b>") == 3
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model wrote, and runs that are not whole
 
 
 def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
@@ -260,31 +182,24 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
     assert text.count("&lt;b&gt;bold") > 20 and text.count("$title_${plots}_?_&amp;") > 20
 
 
-@pytest.mark.parametrize("name", ["settings.json", "run.json", "skill.json", "samples.jsonl"])
-def test_a_missing_file_is_noted_and_the_rest_is_shown(run, name):
-    (run / name).unlink()
-    text = report.write(run).read_text()
-    assert f"{name} is missing" in text and text.count('class="plot"') == 8
-    assert ('class="card"' in text) == (name != "samples.jsonl")
-
-
 @pytest.mark.parametrize("name", ["settings.json", "run.json", "skill.json", "samples.jsonl", "metrics.jsonl"])
-@pytest.mark.parametrize("left", [0.97, 0.6])
-def test_a_file_that_was_cut_is_noted_and_the_rest_is_shown(run, name, left):
+def test_a_missing_or_cut_file_is_noted_and_the_rest_is_shown(run, name):
     content = (run / name).read_bytes()
-    (run / name).write_bytes(content[: int(len(content) * left)])
+    (run / name).write_bytes(content[: int(len(content) * 0.6)])
     text = report.write(run).read_text()
     assert name in text and "left out" in text and "<h3>Reward" in text
     assert 'class="card"' in text and text.rstrip().endswith("</html>")
+    if name != "metrics.jsonl":
+        (run / name).unlink()
+        text = report.write(run).read_text()
+        assert f"{name} is missing" in text and text.count('class="plot"') == 8
 
 
-@pytest.mark.parametrize(
-    "content", [None, "", '{"step": 1, "rew', "step,reward\n1\n", "[1]\n", "\x00\xff\n", "[" * 9999]
-)
+@pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew', "[1]\n", "\x00\xff\n", "[" * 9999])
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content, encoding="latin-1")
-    with pytest.raises(SystemExit, match="error: .*holds no step; give the OUT_DIR of a run"):
+    with pytest.raises(SystemExit, match="error: .*holds no step"):
         report.write(tmp_path)
     assert not (tmp_path / "report.html").exists()
 

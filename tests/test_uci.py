@@ -110,16 +110,6 @@ def test_time_is_divided_and_never_overrun():
             assert allowed(f"wtime {left}{rest}") < max(0, left / 1000)
 
 
-def test_options_are_found_in_any_case_and_bounded(capsys):
-    options = dict(DEFAULTS)
-    assert uci.set_option(options, "name TEMPERATURE value 0.7".split()) == "Temperature"
-    assert uci.set_option(options, "name samples Value 1000000".split()) == "Samples"
-    assert options == DEFAULTS | {"Temperature": 0.7, "Samples": 256}
-    for text in ("", "name Samples", "name Samples value many", "name Hash value 16", "value 3"):
-        assert uci.set_option(options, text.split()) is None
-        assert capsys.readouterr().out.startswith("info string ")
-
-
 def test_moves_are_ranked_by_their_probability_after_the_header(byte_model):
     before = f"P: {positions.expand_board(PROMOTION)}".ljust(94) + "M:"
     moves = [move.uci() for move in chess.Board(PROMOTION).legal_moves]
