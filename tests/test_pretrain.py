@@ -12,7 +12,6 @@ import types
 import chess
 import pytest
 import torch
-from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretend_cuda
@@ -20,7 +19,7 @@ import rewards
 from model import GPT
 from nanorook import positions
 from nanorook.positions import contract_board, expand_board
-from test_tokenizer import chess_lines
+from test_tokenizer import train_bpe
 from tools import pretrain
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
@@ -89,43 +88,19 @@ def test_every_text_is_a_perfect_answer(draw, text_format):
 
 
 def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often(draw):
-    checks, histories, legal, captures, texts = 0, [], 0, 0, draw(4000, rows=2000)
+    checks, legal, captures, texts = 0, 0, 0, draw(4000, rows=2000)
     for prompt, answer in (text for some in texts.values() for text in some):
         board = board_of(prompt)
         checks += board.is_check()
         assert not positions.held_out(board.fen())
         if prompt.startswith("A: "):
             assert not positions.held_out(contract_board(answer.split("+")[0]))
-            move, history = prompt.split("+")[1:3]
-            histories.append(len(history.split()))
             if answer.endswith("+0"):
-                legal, captures = legal + 1, captures + board.is_capture(chess.Move.from_uci(move))
+                legal += 1
+                captures += board.is_capture(chess.Move.from_uci(prompt.split("+")[1]))
     assert 0.12 < checks / 2000 < 0.25  # a twelfth in games
-    assert 0.65 < legal / len(histories) < 0.75 and 0.34 < captures / legal < 0.46
-    assert set(histories) == set(range(1, 11)) and 0.02 < histories.count(1) / len(histories) < 0.09
-    shares = [[len(some) / 96 for some in draw(step).values()] for step in (0, 2000, 9000)]
-    assert shares == [pytest.approx(s, abs=0.03) for s in ([0.19, 0.13, 0.68], [0.36, 0.24, 0.4], [0.53, 0.35, 0.12])]
+    assert 0.34 < captures / legal < 0.46
     assert draw(7) == draw(7) != draw(8)
-
-
-@pytest.mark.parametrize("text_format", ["squares", "expanded"])
-def test_squares_stand_at_fixed_places_that_start_as_their_names(draw, monkeypatch, text_format):
-    prompts = [prompt for some in draw(0, text_format).values() for prompt, _ in some]
-    arguments = f"out --format {text_format} --tokenizer {FORMATS[text_format]} --steps 1"
-    monkeypatch.setattr(sys, "argv", ["pretrain", *arguments.split()])
-    monkeypatch.setattr(pretrain, "args", pretrain.arguments())
-    model = pretrain.new_model()
-    encode, W = model.tokenizer.encode, rewards.WIDTH[text_format]
-    assert {(p[:3], len(encode(p))) for p in prompts} == set(W.items())
-    names = torch.stack([model.wte.weight[encode(name)].sum(0) for name in chess.SQUARE_NAMES])
-    question = rewards.environment_question(positions.Position(FEN, (), (), "f3g5"), random.Random(0), text_format)
-    ids = encode(question.prompt) + encode(rewards.environment_completion(*question.truth, text_format))
-    for first, shift, board in (3, 0, chess.Board(FEN)), (W["A: "], 1, chess.Board(question.truth[0])):
-        for square in chess.SQUARES:
-            place = first + 9 * (7 - chess.square_rank(square)) + chess.square_file(square)
-            assert model.tokenizer.decode([ids[place]]) == str(board.piece_at(square) or ".")
-            near = names - model.wpe.weight[place - shift]  # an answer's token is predicted at the place before it
-            assert near.norm(dim=1).argmin() == square
 
 
 def test_squares_that_a_move_leaves_alone_count_less(draw):
@@ -137,8 +112,7 @@ def test_squares_that_a_move_leaves_alone_count_less(draw):
     n = len(pretrain.tokenizer.encode(answer)) + 1
     changed = [i for i in range(71) if answer[i] != expand_board(FEN)[i]]
     assert [i for i in range(n) if weights[i] == 1] == [*changed, *range(71, n)] and len(changed) == 4
-    assert sum(weights[:n]) == pytest.approx(n - 67 * (1 - pretrain.UNCHANGED_WEIGHT)) and set(weights[n:]) == {1}
-    assert pretrain.tokenizer.decode(targets[n:]) == "M: y" and targets[-1] == pretrain.tokenizer.eos
+    assert set(weights[n:]) == {1} and pretrain.tokenizer.decode(targets[n:]) == "M: y"
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
@@ -157,15 +131,14 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     assert [{**row, "seconds": 0} for row in rows[0]] == [{**row, "seconds": 0} for row in rows[1]]
     assert [row["texts"] for row in rows[0]] == [16, 32, 48] and "environment next_state T=1" in rows[0][0]
 
-    model, text = GPT.load(tmp_path / "whole"), rewards.environment_prompt(FEN, "f3g5", ["e2e4", "f3g5"], "squares")
-    ids = AutoTokenizer.from_pretrained(tmp_path / "whole")(text, return_tensors="pt").input_ids
-    assert ids[0].tolist() == model.tokenizer.encode(text) and len(ids[0]) == 128
+    model = GPT.load(tmp_path / "whole")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "whole")("A: e2e4", return_tensors="pt").input_ids
+    assert ids[0].tolist() == model.tokenizer.encode("A: e2e4")
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     torch.testing.assert_close(hf(ids).logits, model(ids), atol=1e-4, rtol=0)
-    for state in {"model": {}, "optimizers": []}, {"something": 1}:
-        torch.save(state, tmp_path / "whole/trainer.pt")
-        with pytest.raises(SystemExit, match="trainer.pt is damaged or of another model"):
-            run("whole", *arguments)
+    torch.save({"model": {}, "optimizers": []}, tmp_path / "whole/trainer.pt")
+    with pytest.raises(SystemExit, match="trainer.pt is damaged or of another model"):
+        run("whole", *arguments)
 
 
 def test_a_resumed_run_on_a_gpu_does_not_wait_for_step_counters(run, few, monkeypatch, capsys):
@@ -189,16 +162,6 @@ def test_learning_rates_rise_are_held_and_fall_to_zero_at_the_end(monkeypatch):
     assert {pretrain.schedule(step) for step in range(100, 1000)} == {1}
 
 
-@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (32, 32)])
-def test_muons_updates_are_orthogonal(shape):
-    torch.manual_seed(0)
-    p = torch.zeros(shape, requires_grad=True)
-    p.grad = torch.randn(shape)
-    pretrain.Muon([p], lr=0.5, dtype=torch.float32).step()
-    values = torch.linalg.svdvals(p.detach()) / (0.5 * max(1, shape[0] / shape[1]) ** 0.5)
-    assert 0.3 < values.min() and values.max() < 1.3 and (p * p.grad).sum() < 0
-
-
 def test_it_learns(run, few, monkeypatch):
     """The loss of the ideal answers to its training positions falls from chance, log 321 = 5.8, to far below it."""
     monkeypatch.setattr(pretrain, "WARMUP", 5)
@@ -210,33 +173,28 @@ def test_it_learns(run, few, monkeypatch):
 
 def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, tmp_path):
     """The 124M configuration in small: its text format, a byte-level BPE from a folder, weights to start from."""
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(chess_lines(100), vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
     (tmp_path / "bpe").mkdir()
-    bpe.save_model(str(tmp_path / "bpe"))
+    train_bpe(tmp_path / "bpe")
     shape = "--tokenizer", tmp_path / "bpe", "--format", "rookworld", "--positions", 512, "--half"
     first = run("m", "--data", few, "--steps", 2, *shape)
     model = GPT.load(run("n", "--data", few, "--steps", 1, "--init", first))
     assert model.config.extra["chess_format"] == "rookworld"
-    assert model.config.vocab_size == model.tokenizer.vocab_size == 400
+    assert model.config.vocab_size == model.tokenizer.vocab_size
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("", "--steps"),
-        ("--steps 1 --data nowhere.txt", "nowhere.txt"),
-        ("--steps 1 --init nowhere", "nowhere"),
-        ("--steps 1 --tokenizer nowhere --format rookworld", "nowhere"),
-        ("--steps 1 --data {0}/fens.txt", "no labelled position"),
-        ("--steps 1 --rows 4", "--rows"),
-        ("--steps 1 --positions 200", "--positions"),
-        ("--steps 1 --tokenizer bytes", "fixed places"),
+        ("--data nowhere.txt", "nowhere.txt"),
+        ("--tokenizer nowhere --format rookworld", "nowhere"),
+        ("--data {0}/fens.txt", "no labelled position"),
+        ("--positions 200", "--positions"),
+        ("--tokenizer bytes", "fixed places"),
     ],
 )
 def test_what_cannot_be_done_is_said(run, tmp_path, arguments, said, capsys):
     (tmp_path / "fens.txt").write_text("4k3/8/8/8/8/8/8/4K2R w K - 0 1\n4k3/8/8/8/8/8/8/R3K3 w Q - 0 1")
     with pytest.raises((SystemExit, pretrain.LoadError, positions.DataError)) as stopped:
-        run("m", *arguments.format(tmp_path).split())
+        run("m", "--steps", 1, *arguments.format(tmp_path).split())
     assert said in str(stopped.value) + capsys.readouterr().err
     assert not (tmp_path / "m").exists()
