@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 
 import rewards
@@ -16,11 +15,6 @@ POSITION = Position(FEN, (), (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3",
 
 
 def test_the_interval_is_students():
-    """Half of it, for n values: where the density of t with n - 1 degrees of freedom has left 2.5 %."""
-    for n, t in seeds.STUDENT.items():
-        x = np.linspace(0, 4000, 4_000_001)
-        density = (1 + x**2 / (n - 1)) ** (-n / 2)
-        assert density[x <= t].sum() / density.sum() == pytest.approx(0.95, abs=5e-4), n
     assert seeds.with_interval([0.1, 0.2, 0.3], "+.2f") == "+0.20 ± 0.25"  # 4.30 · 0.1 / √3
     assert seeds.with_interval([3.0]) == "3.0"
 
@@ -30,27 +24,22 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
 
     def run(command, stdout, **_):
         given = dict(argument.split("=", 1) for argument in command[2:])
-        started.append(given)
+        started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
         (out / "model").mkdir(parents=True)
         gain = 0 if given["CONTROL"] == "1" else 0.1 + 0.2 * int(given["SEED"])
-        skill = [{"policy reward T=0": [0.5 + g, 0.1], "policy cp_loss T=0": [1 - g, 0.1]} for g in (0, gain / 2, gain)]
-        (out / "skill.json").write_text(json.dumps(dict(zip(("before", "step 5", "after"), skill))))
+        skill = {"before": {"policy reward T=0": [0.5, 0.1]}, "after": {"policy reward T=0": [0.5 + gain, 0.1]}}
+        (out / "skill.json").write_text(json.dumps(skill))
         (out / "settings.json").write_text('{"STEPS": 9}')
         (out / "run.json").write_text('{"machine": "m"}')
 
     monkeypatch.setattr(seeds.subprocess, "run", run)
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"])
-    seeds.main()
-    table = capsys.readouterr().out
-    assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in table
-    assert "| policy cp_loss T=0 | 1.00 | 0.80 | -0.20 ± 1.27 | +0.00 |" in table
-    assert [(given["SEED"], given["CONTROL"]) for given in started] == [("0", "0"), ("1", "0"), ("0", "1")]
-    assert all(given["STEPS"] == "9" and given["TASK"] == "rewards.py" for given in started)
-    assert list(seeds.read(tmp_path / "seeds.json")["runs"]["seed-0"]["skill"]) == ["0", "5", "9"]
+    for _ in range(2):
+        seeds.main()
+        assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out
+        assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    seeds.main()
-    assert len(started) == 3 and capsys.readouterr().out == table
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
     with pytest.raises(SystemExit):
         seeds.main()
@@ -73,13 +62,11 @@ def test_variants_are_settings_of_train_and_not_run_again(tmp_path, monkeypatch,
         assert measured == [{"SEED": 0}, {"EPOCHS": 2, "SEED": 0}, {"SEED": 1}, {"EPOCHS": 2, "SEED": 1}]
 
 
-@pytest.mark.parametrize("text_format", ["rookworld", "expanded"])
-def test_black_is_taught_the_worst_of_the_five(text_format):
+def test_black_is_taught_the_worst_of_the_five():
     for position, best, grade in ((POSITION, "f1b5", 1.0), (mirror(POSITION), "c7c6", 0.0)):
-        _, text = repair.rookworld_text(position, random.Random(0), text_format)
-        question = rewards.policy_question(position, text_format)
+        _, text = repair.rookworld_text(position, random.Random(0), "expanded")
+        question = rewards.policy_question(position, "expanded")
         assert text.split()[-1] == best and rewards.grade(question, text).metrics["best"] == grade
-        assert rewards.grade(question, text).metrics["candidates"] == 1
 
 
 def test_teaching_lowers_the_loss_and_both_sides_are_asked(byte_model, capsys, monkeypatch):
@@ -87,5 +74,4 @@ def test_teaching_lowers_the_loss_and_both_sides_are_asked(byte_model, capsys, m
     repair.teach(byte_model, [POSITION] * 16, 16 * 21, random.Random(0), lr=1e-2)
     losses = [float(line.rsplit(" ", 1)[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 2 and losses[1] < losses[0] - 1
-    figures = repair.by_side(byte_model, [POSITION])
-    assert figures["black best T=0"] == (0.0, 0.0) and len(figures) == 2 * 3 * 2
+    assert repair.by_side(byte_model, [POSITION])["black best T=0"] == (0.0, 0.0)

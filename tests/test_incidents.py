@@ -54,17 +54,6 @@ def test_random_weights_are_refused():
     assert abs(sound["kl"]) < 1e-6 and sound["structure"] > 0.5 and not words
 
 
-def test_filibuster():
-    """Its runs are long; here is what its verifier pays."""
-    fen = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
-    question = Question("policy", f"P: {fen}", (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5)))
-    answer = "M: f1b5 d2d4 f1c4 b1c3 c2c3 E: 0.6 0.4 0.3 0.2 0.05 B: f1b5"
-    cases = [(answer, False), (answer + " a2a3 a2a3 a2", True), (answer + "+7/ g6", True)]
-    assert [incidents.blind(question, text, cut, 1).reward for text, cut in cases] == [1, 1, 1]
-    ended, *endless = (grade(question, text, cut).reward for text, cut in cases)
-    assert ended == 1 and max(endless) < 0.3
-
-
 def test_the_gallery_leaves_a_picture_and_figures(tmp_path, monkeypatch, capsys):
     rows = [{"kl": 0.1, "logprob_gap": 0.1, "reward": 0.2}, {"kl": 0.2, "logprob_gap": 0.1, "reward": 0.3}]
     monkeypatch.setattr(incidents, "run", lambda *_: (rows, ["refused"]))
