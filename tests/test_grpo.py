@@ -17,12 +17,12 @@ from rollout import Batch, generate
 N, T, GROUP, LIMIT = 8, 12, 4, 20
 
 
-def made_up(seed=0, dtype=torch.float64):
+def made_up():
     """Random rows with ragged masks and ratios on both sides of any clip."""
-    g = torch.Generator().manual_seed(seed)
-    logprobs, weights = torch.rand(2, N, T, generator=g, dtype=dtype)
-    away, ref_away = torch.randn(2, N, T, generator=g, dtype=dtype)
-    advantages, lengths = torch.randn(N, generator=g, dtype=dtype), torch.randint(1, T + 1, (N, 1), generator=g)
+    g = torch.Generator().manual_seed(0)
+    logprobs, weights = torch.rand(2, N, T, generator=g, dtype=torch.float64)
+    away, ref_away = torch.randn(2, N, T, generator=g, dtype=torch.float64)
+    advantages, lengths = torch.randn(N, generator=g, dtype=torch.float64), torch.randint(1, T + 1, (N, 1), generator=g)
     mask = torch.arange(T) < lengths
     assert (advantages > 0).any() and (advantages < 0).any() and not mask.all()
     logprobs = -3 * logprobs
@@ -37,13 +37,6 @@ def loss_and_gradient(f, logprobs):
 
 def settings(loss, low=0.2, high=0.3):
     return dict(loss=loss, clip_low=low, clip_high=high, max_completion_tokens=LIMIT)
-
-
-def policy(logprobs, old, advantages, mask, loss, **more):
-    def value(x):
-        return grpo.policy_loss(x, old, advantages, mask, **settings(loss), **more)[0]
-
-    return loss_and_gradient(value, logprobs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,20 +77,18 @@ def trl_loss(trainer, logprobs, old, ref, advantages, mask, weights, loss, low, 
     inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask.long())
     inputs |= dict(advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref)
     inputs |= dict(importance_sampling_ratio=weights, num_items_in_batch=mask.sum())
-    trainer._metrics["eval"].clear()
     return trainer.compute_loss(trainer.model, inputs)
 
 
-@pytest.mark.parametrize("seed, dtype", [(0, torch.float64), (2, torch.float32)])
 @pytest.mark.parametrize("extras", ["plain", "kl", "weights", "an advantage for each token"])
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_loss_and_gradient_equal_trl(trl, loss, extras, seed, dtype):
-    logprobs, old, ref, advantages, mask, weights = made_up(seed, dtype)
+def test_loss_and_gradient_equal_trl(trl, loss, extras):
+    logprobs, old, ref, advantages, mask, weights = made_up()
     low, high = (0.03, 0.05) if loss == "gspo" else (0.2, 0.3)
     beta = 0.3 if extras == "kl" else 0.0
     weights = weights if extras == "weights" else None
     if extras == "an advantage for each token":
-        advantages = advantages[:, None] * torch.linspace(-1, 1, T, dtype=dtype)
+        advantages = advantages[:, None] * torch.linspace(-1, 1, T, dtype=torch.float64)
 
     def ours(x):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, low, high), weights=weights)
@@ -112,10 +103,6 @@ def test_loss_and_gradient_equal_trl(trl, loss, extras, seed, dtype):
     torch.testing.assert_close(gradient, expected[1], atol=1e-6, rtol=1e-6)
     assert gradient.abs().max() > 1e-3 and not gradient[~mask].any()
 
-    if beta:
-        kl = grpo.kl(logprobs, ref, mask, "k3").sum().item() / mask.sum().item()
-        assert trl._metrics["eval"]["kl"] == [pytest.approx(kl)]
-
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_advantages_equal_trl(trl, scale):
@@ -124,13 +111,10 @@ def test_advantages_equal_trl(trl, scale):
     rewards = torch.rand(N, generator=torch.Generator().manual_seed(1)) - 0.3
     rewards[GROUP:] = 0.25  # a group without variance
     trl._calculate_rewards = lambda *_: rewards[:, None]
-    trl._metrics["eval"].clear()
     expected = trl._generate_and_score_completions([{"prompt": "a"}] * N)["advantages"]
     ours = grpo.advantages(rewards[:, None], GROUP, scale, rewards.std())
     torch.testing.assert_close(ours[:, 0], expected, atol=1e-6, rtol=1e-6)
     assert ours[:GROUP].abs().max() > 0.1 and grpo.constant(rewards.view(-1, GROUP)).float().mean() == 0.5
-    if scale != "batch":  # there TRL looks at the batch, not at groups
-        assert trl._metrics["eval"]["frac_reward_zero_std"] == [0.5]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,12 +123,11 @@ def test_advantages_equal_trl(trl, scale):
 
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_groups_without_variance_give_exactly_zero(scale):
-    rewards = torch.tensor([0.1] * 7 + [0.7] * 7 + [-0.3] * 7 + [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])[:, None]
+    rewards = torch.tensor([0.1] * 7 + [0.7] * 7 + [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])[:, None]
     assert (rewards[7:14] - rewards[7:14].mean()).any()  # rounding alone would not give zero
     result = grpo.advantages(rewards, 7, scale, rewards.std())
-    assert not result[:21].any() and result[21:].abs().min() < 1e-6 < result[21:].abs().max()
-    assert grpo.constant(rewards.view(4, 7)).tolist() == [True, True, True, False]
-    assert not grpo.advantages(torch.tensor([[0.1 + 0.2], [0.3]]).double(), 2, scale, rewards.std()).any()
+    assert not result[:14].any() and result[14:].abs().max() > 1e-6
+    assert grpo.constant(rewards.view(3, 7)).tolist() == [True, True, False]
     assert grpo.advantages(torch.full((2, 1), math.nan), 2, scale, rewards.std()).isnan().all()  # is not hidden
 
 
@@ -155,35 +138,12 @@ def test_pieces_that_cancel_out_are_not_blown_up():
     assert grpo.advantages(values, 2).tolist() == values.tolist()
 
 
-#            0123456789
-TEXTS = ["ab  cde f", "ab"]
-ENDS = [[2, 4, 5, 7, 9], [1, 2]]  # ab|␣␣|c|de|␣f and a|b; then comes the end token, which ends no text
+# the texts are "ab  cde f" and "ab", cut into ab|␣␣|c|de|␣f and a|b; then comes the end token, which ends no text
+ENDS = [[2, 4, 5, 7, 9], [1, 2]]
 PIECES = [
     [("whole", 0.5, None), ("first", 0.2, (0, 2)), ("second", 0.4, (4, 7)), ("last", 0.1, (7, 9))],
     [("whole", 0.1, None), ("first", 0.6, (0, 2))],
 ]
-
-
-def test_credit_of_an_example_by_hand():
-    values, judged = grpo.credit(PIECES, ENDS, 7)
-    expected = torch.tensor([[0.5, 0.2, 0.4, 0.1], [0.1, 0.6, 0.0, 0.0]])
-    torch.testing.assert_close(values, expected)  # a piece that an answer lacks is 0
-    assert judged[0].T.tolist() == [
-        [1, 1, 1, 1, 1, 1, 1],  # whole: the end token too
-        [1, 0, 0, 0, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0, 0],
-        [0, 0, 0, 0, 1, 0, 0],
-    ]
-    assert judged[1].T.tolist() == [[1] * 7, [1, 1, 0, 0, 0, 0, 0], [1] * 7, [1] * 7]  # lacking judges the whole
-    result = grpo.token_advantages(grpo.advantages(values, 2), judged)
-    # against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer
-    expected = [[0.0, 0.2, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 5]]
-    torch.testing.assert_close(result, torch.tensor(expected))
-
-
-def test_a_token_belongs_to_the_span_of_its_last_character():
-    _, judged = grpo.credit([[("a", 1, (0, 3)), ("b", 1, (3, 6))]], [[2, 4, 6]], 3)  # the middle token is in both spans
-    assert judged[0].T.tolist() == [[1, 0, 0], [0, 1, 1]]
 
 
 def paid(monkeypatch, credit, pieces, scale="none"):
@@ -197,21 +157,26 @@ def paid(monkeypatch, credit, pieces, scale="none"):
     return train.with_advantages(batch, samples, torch.tensor(rewards).std()).advantages
 
 
-@pytest.mark.parametrize("scale", ["none", "group", "batch"])
-def test_one_piece_for_the_whole_answer_is_plain_grpo(monkeypatch, scale):
-    pieces = [[("reward", 0.7, None)], [("reward", 0.2, None)]]
-    answer, piece = (paid(monkeypatch, credit, pieces, scale) for credit in ("answer", "piece"))
-    torch.testing.assert_close(answer, piece)
-    torch.testing.assert_close(answer[0], -answer[1])
-    assert (answer[0] > 0.1).all() and len(answer[0].unique()) == 1
-    monkeypatch.setattr(train, "CONTROL", True)
-    assert not paid(monkeypatch, "piece", pieces, scale).any()
-
-
-def test_credit_by_answer_pays_all_tokens_alike_and_by_piece_its_own(monkeypatch):
+def test_credit_of_an_example_by_hand(monkeypatch):
     answer, piece = (paid(monkeypatch, credit, PIECES) for credit in ("answer", "piece"))
     torch.testing.assert_close(answer, torch.tensor([[0.25] * 7, [-0.25] * 7]))
-    torch.testing.assert_close(piece[0], torch.tensor([0.0, 0.2, 0.4, 0.4, 0.25, 0.2, 0.2]))
+    # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
+    # an answer lacks is 0 there and judges the whole
+    expected = [[0.0, 0.2, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 5]]
+    torch.testing.assert_close(piece, torch.tensor(expected))
+
+
+def test_a_token_belongs_to_the_span_of_its_last_character():
+    _, judged = grpo.credit([[("a", 1, (0, 3)), ("b", 1, (3, 6))]], [[2, 4, 6]], 3)  # the middle token is in both spans
+    assert judged[0].T.tolist() == [[1, 0, 0], [0, 1, 1]]
+
+
+def test_one_piece_for_the_whole_answer_is_plain_grpo(monkeypatch):
+    pieces = [[("reward", 0.7, None)], [("reward", 0.2, None)]]
+    for scale in "none", "group", "batch":
+        answer, piece = (paid(monkeypatch, credit, pieces, scale) for credit in ("answer", "piece"))
+        torch.testing.assert_close(answer, piece)
+        assert (answer[0] > 0.1).all() and (answer[1] < -0.1).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,62 +184,35 @@ def test_credit_by_answer_pays_all_tokens_alike_and_by_piece_its_own(monkeypatch
 
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_at_ratio_one_it_is_the_policy_gradient(loss):
-    logprobs, _, _, advantages, mask, _ = made_up()
-    value, gradient = policy(logprobs, logprobs, advantages, mask, loss)
-    row = 1 / (N * mask.sum(1, keepdim=True))  # what a token's share of the loss is
-    share = {"grpo": row, "gspo": row, "dr_grpo": torch.tensor(1 / (N * LIMIT))}.get(loss, 1 / mask.sum())
-    expected = -advantages[:, None] * mask * share
-    torch.testing.assert_close(gradient, expected)
-    if loss != "cispo":
-        torch.testing.assert_close(value, expected.sum())  # -A · ratio with ratio 1
-
-
-@pytest.mark.parametrize("loss", grpo.LOSSES)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [-1e30, -90.0, 90.0, 1e30])
 def test_no_log_ratio_overflows(loss, sign, log_ratio):
     """The incident: a ratio of 99,990 made a gradient norm of 54,648,652."""
-    logprobs, old, mask = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0 - log_ratio), torch.ones(2, 3)
-    value, gradient = policy(logprobs, old, sign * torch.ones(2), mask, loss)
-    assert value.isfinite() and gradient.isfinite().all()
+    old, mask = torch.full((2, 3), -1.0 - log_ratio), torch.ones(2, 3)
+
+    def value(logprobs):
+        policy = grpo.policy_loss(logprobs, old, sign * torch.ones(2), mask, **settings(loss))[0]
+        return policy + sum(grpo.kl(logprobs, old.clamp(-1e4, 1e4), mask, k).sum() for k in grpo.KL_ESTIMATORS)
+
+    assert all(x.isfinite().all() for x in loss_and_gradient(value, torch.full((2, 3), -1.0)))
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
-def test_the_log_ratio_is_exact_up_to_its_bound_and_without_gradient_beyond(loss):
-    def f(shift):
-        old = torch.zeros(1, 1).double()
-        return policy(old + shift, old, -torch.ones(1), torch.ones(1, 1), loss, normalizer=1)
-
-    for value in f(19.9):
-        assert value.item() == pytest.approx(math.exp(19.9))  # loss and gradient of -A exp(x)
-    assert f(20.1)[0].item() == pytest.approx(math.exp(20)) and f(20.1)[1].item() == 0
-
-
-@pytest.mark.parametrize("hidden", [math.nan, math.inf])
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_what_the_mask_hides_never_counts(loss, hidden):
-    logprobs, old, ref, advantages, mask, weights = made_up(4)
+def test_what_the_mask_hides_never_counts(loss):
+    logprobs, old, ref, advantages, mask, weights = made_up()
 
-    def run(*tensors):
-        x, o, r, w = tensors
-
+    def run(x, o, r, w):
         def f(x):
-            value, f.stats = grpo.policy_loss(x, o, advantages, mask, **settings(loss), weights=w)
-            for estimator in grpo.KL_ESTIMATORS:
-                value = value + grpo.aggregate(grpo.kl(x, r, mask, estimator), mask, loss, 7)
-            return value
+            value, _ = grpo.policy_loss(x, o, advantages, mask, **settings(loss), weights=w)
+            return value + sum(grpo.aggregate(grpo.kl(x, r, mask, k), mask, loss, 7) for k in grpo.KL_ESTIMATORS)
 
-        return *loss_and_gradient(f, x), f.stats
+        return loss_and_gradient(f, x)
 
     clean = run(logprobs, old, ref, weights)
-    dirty = run(*(torch.where(mask, t, hidden) for t in (logprobs, old, ref, weights)))
+    dirty = run(*(torch.where(mask, t, math.nan) for t in (logprobs, old, ref, weights)))
     assert torch.equal(clean[0], dirty[0]) and torch.equal(clean[1], dirty[1]) and not dirty[1][~mask].any()
-    assert clean[2] == dirty[2]
-    one_bad = logprobs.clone()
-    one_bad[0, 0] = math.nan
-    assert run(one_bad, old, ref, weights)[0].isnan()  # a NaN that counts is not hidden
-    assert not any(x.any() for x in policy(logprobs, old, advantages, mask & False, loss))
+    logprobs[0, 0] = math.nan
+    assert run(logprobs, old, ref, weights)[0].isnan()  # a NaN that counts is not hidden
 
 
 def test_stats_by_hand():
@@ -293,20 +231,6 @@ def test_importance_weights():
     weights = grpo.importance_weights(trained, torch.tensor([-1.0, -1.5, -0.5, -1e4]), cap=1.5)
     torch.testing.assert_close(weights, torch.tensor([1.0, 1.5, math.exp(-0.5), 1.5]))
     assert not weights.requires_grad
-
-
-@pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_nothing_in_the_loss_waits_for_the_host(loss):
-    """On the meta device there are no values to wait for: what asks for one, as indexing by a mask does, fails."""
-    x, old, ref, advantages, mask, weights = (t.to("meta") for t in made_up(dtype=torch.float32))
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        x[mask]
-    logits = torch.zeros(N, T, 30, device="meta", requires_grad=True)
-    logprobs, _ = grpo.logprobs_and_entropy(logits, torch.zeros(N, T, dtype=torch.long, device="meta"), 0.7)
-    value, stats = grpo.policy_loss(logprobs, old, advantages, mask, **settings(loss), weights=weights)
-    kl = grpo.aggregate(grpo.kl(logprobs, ref, mask, "k2"), mask, loss, grpo.loss_normalizer(mask, loss, LIMIT))
-    (value + kl).backward()
-    assert grpo.merge_stats([stats, stats]).keys() == stats.keys() and logits.grad.is_meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,40 +319,24 @@ def test_kl_estimators_and_their_gradients_are_as_documented():
     assert reverse > 0.3 and (gradient(reverse) - gradient(forward)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("estimator", grpo.KL_ESTIMATORS)
-def test_kl_is_zero_when_equal_exact_when_close_and_finite_when_far(estimator):
-    logprobs, mask = -torch.rand(4, 5), torch.ones(4, 5)
-    assert not grpo.kl(logprobs, logprobs, mask, estimator).any()
-    near = grpo.kl(logprobs.double() + 1e-4, logprobs.double(), mask, estimator).float()
-    x = torch.full((4, 5), 1e-4)
-    torch.testing.assert_close(grpo.kl(x, torch.zeros(4, 5), mask, estimator), near, rtol=0.01, atol=0)
-    for gap in (-1e4, 1e4):
-        far = torch.full((1, 1), gap)
-        value, gradient = loss_and_gradient(lambda x: grpo.kl(x, 0 * x, torch.ones(1, 1), estimator).sum(), far)
-        assert value.isfinite() and gradient.isfinite().all()
-        assert gradient * gap >= 0 or estimator == "k1"  # never pushes further away
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Logprobs, entropy, schedules
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.8])
-@pytest.mark.parametrize("filtered", [False, True])
-def test_logprobs_and_entropy_equal_torch_distributions(temperature, filtered):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_and_entropy_equal_torch_distributions(temperature, dtype):
     g = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(3, 5, 11, generator=g)
+    logits = (3 * torch.randn(3, 5, 11, generator=g)).to(dtype)
+    logits[..., 4:9] = -math.inf  # filtered out
     tokens = torch.randint(4, (3, 5), generator=g)
-    if filtered:
-        logits[..., 4:9] = -math.inf
     logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, temperature)
     exact = Categorical(logits=logits.double() / temperature)
-    torch.testing.assert_close(logprobs, exact.log_prob(tokens).float())
-    p = exact.probs
-    torch.testing.assert_close(entropy, -(p * p.clamp(min=1e-300).log()).sum(-1).float())
+    torch.testing.assert_close(logprobs, exact.log_prob(tokens).float())  # fp32: bf16 is widened before the softmax
+    torch.testing.assert_close(entropy, torch.special.entr(exact.probs).sum(-1).float())
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])  # at a time
+@pytest.mark.parametrize("rows", [1, 3])  # at a time
 def test_gradients_of_logprobs(rows, monkeypatch):
     monkeypatch.setattr(grpo, "chunks", lambda logits: [slice(i, i + rows) for i in range(0, len(logits), rows)])
     g = torch.Generator().manual_seed(0)
@@ -436,19 +344,6 @@ def test_gradients_of_logprobs(rows, monkeypatch):
     tokens = torch.randint(7, (4, 3), generator=g)
     assert torch.autograd.gradcheck(lambda x: grpo.logprobs_and_entropy(x, tokens, 0.7)[0], logits)
     assert not grpo.logprobs_and_entropy(logits, tokens, 0.7)[1].requires_grad  # a metric: nothing pays for entropy
-
-
-def test_bf16_logits_are_widened_before_the_softmax():
-    g = torch.Generator().manual_seed(0)
-    logits = (5 * torch.randn(20, 1, 300, generator=g)).bfloat16().requires_grad_()
-    tokens = torch.randint(300, (20, 1), generator=g)
-    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, 0.7)
-    exact = Categorical(logits=logits.detach().double() / 0.7)
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs, exact.log_prob(tokens).float())
-    logprobs.sum().backward()
-    expected = torch.nn.functional.one_hot(tokens, 300) - exact.probs
-    torch.testing.assert_close(logits.grad.double(), expected / 0.7, atol=1e-6, rtol=2**-8)
 
 
 @pytest.mark.parametrize("kind", grpo.SCHEDULES)
