@@ -10,7 +10,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 import train
 from model import GPT, GPTConfig
 from nanorook.tokenizer import Tokenizer
-from rollout import Batch, distribution, draw, generate, microbatches, pad_prompts, read
+from rollout import Batch, distribution, draw, generate, microbatches, read
 
 NEW, G = 30, 4
 FILTERS = [(1.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 15, 1.0), (1.3, 0, 0.8), (0.7, 15, 0.9)]
@@ -84,19 +84,6 @@ def test_a_row_does_not_depend_on_its_neighbours(model):
         torch.testing.assert_close(together.rollout_logprobs[rows, :T], alone.rollout_logprobs, atol=1e-4, rtol=0)
 
 
-def test_the_noise_decides(model):
-    one, same, other = (generate(model, PROMPTS[:4], 3, 10, noise=uniform(12, 10, seed)) for seed in (1, 1, 2))
-    assert torch.equal(one.tokens, same.tokens) and not torch.equal(one.tokens, other.tokens)
-    assert len(one.tokens.unique(dim=0)) > 4  # the rows of a group differ
-
-
-def test_an_end_token_at_once(model):
-    model.config.eos_token_id = int(generate(model, [PROMPTS[0]], 1, 1, temperature=0).tokens)
-    ended = generate(model, [PROMPTS[0]], 3, 5, temperature=0)
-    assert ended.tokens.tolist() == [[model.config.eos_token_id]] * 3
-    assert ended.completion_mask.all() and not ended.hit_limit.any()
-
-
 def test_impossible_requests_are_refused(model):
     with pytest.raises(ValueError, match="128 positions"):
         generate(model, random_prompts([100]), 1, 29)
@@ -121,14 +108,12 @@ def test_samples_follow_the_softmax(model, temperature, top_k, top_p):
     expected = logits.softmax(-1)[0].double() * n
     out = generate(model, [prompt], n, 1, temperature, top_k, top_p, uniform(n, 1))
     counts = torch.bincount(out.tokens[:, 0], minlength=300).double()
-    assert counts[expected == 0].sum() == 0
     likely = expected >= 5
-    observed = torch.cat([counts[likely], counts[~likely].sum()[None]])
-    wanted = torch.cat([expected[likely], expected[~likely].sum()[None]])
+    observed, wanted = (torch.cat([x[likely], x[~likely].sum()[None]]) for x in (counts, expected))
     statistic = ((observed - wanted) ** 2 / wanted.clamp(min=1e-9)).sum().item()
     df = int((wanted > 0).sum()) - 1
     limit = df * (1 - 2 / (9 * df) + 3.09 * math.sqrt(2 / (9 * df))) ** 3  # Wilson-Hilferty: one in a thousand
-    assert df >= 5 and statistic < limit
+    assert df >= 5 and statistic < limit and counts[expected == 0].sum() == 0
     recorded = logits.log_softmax(-1)[0][out.tokens[:, 0]]  # the filters are part of the recorded distribution
     torch.testing.assert_close(out.rollout_logprobs[:, 0], recorded, atol=1e-4, rtol=0)
 
@@ -144,23 +129,19 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, tempe
     with torch.no_grad():
         logprobs, entropy = train.forward(model.use(dtype), out)
     gap = (logprobs - out.rollout_logprobs)[mask].abs()
-    if dtype == torch.float32:
-        assert gap.max() < 1e-4
-    else:
-        assert gap.mean() < 0.05 and gap.max() < 0.5
-    assert gap.isfinite().all() and entropy[mask].isfinite().all()
-    assert (out.rollout_logprobs[~mask] == 0).all() and (out.tokens[~mask] == eos).all()
+    largest, mean = (1e-4, 1e-4) if dtype == torch.float32 else (0.5, 0.05)
+    assert gap.max() < largest and gap.mean() < mean and entropy[mask].isfinite().all()
     last = out.tokens.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
     assert ((last == eos) == ~out.hit_limit).all()  # the end token is inside the mask: what is masked is not learnt
-    assert out.hit_limit.any() and not out.hit_limit.all()
+    assert out.hit_limit.any() and not out.hit_limit.all() and (out.rollout_logprobs[~mask] == 0).all()
 
 
 def test_a_sampled_token_stays_in_the_filters_after_an_update():
     """An update may move it out of the nucleus; a logprob of minus infinity would end the run."""
     logits, unlikely = torch.tensor([[0.0, 1.0, 2.0, 9.0]]), torch.tensor([0])
     assert distribution(logits, top_k=2)[0, 0] == distribution(logits, top_p=0.5)[0, 0] == -math.inf
-    for kept in (distribution(logits, top_k=2, keep=unlikely), distribution(logits, top_k=2, top_p=0.5, keep=unlikely)):
-        assert kept[0, 0].isfinite() and kept.exp().sum().item() == pytest.approx(1)
+    kept = distribution(logits, top_k=2, top_p=0.5, keep=unlikely)
+    assert kept[0, 0].isfinite() and kept.exp().sum().item() == pytest.approx(1)
 
 
 def test_a_token_is_drawn_where_the_cumulated_probability_passes_the_number():
@@ -179,11 +160,8 @@ def test_captured_graphs_decode_as_the_cpu_does(model):
     gpu = generate(model.cuda(), PROMPTS, 2, NEW, temperature=0).to("cpu")
     assert torch.equal(cpu.tokens, gpu.tokens) and torch.equal(cpu.completion_mask, gpu.completion_mask)
     twin, noise = model.cast(torch.bfloat16), uniform(G * len(PROMPTS), 70).cuda()
-    one, same, plain = (generate(twin, PROMPTS, G, 70, noise=noise, graph=graph) for graph in (True, True, False))
-    assert torch.equal(one.tokens, same.tokens) and torch.equal(one.tokens, plain.tokens)
-    logits = model.use(torch.bfloat16).score(*pad_prompts(PROMPTS, "cuda"), one.tokens)
-    again = distribution(logits).gather(-1, one.tokens[..., None])[..., 0]
-    assert (again - one.rollout_logprobs)[one.completion_mask].abs().mean() < 0.05
+    captured, plain = (generate(twin, PROMPTS, G, 70, noise=noise, graph=graph) for graph in (True, False))
+    assert torch.equal(captured.tokens, plain.tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,27 +187,16 @@ def rows_of(batch):
         yield prompts[i, : lengths[i]].tolist(), *tensors, bool(batch.hit_limit[i])
 
 
-@pytest.mark.parametrize("most", [1, 150, 400, 10**6])
+@pytest.mark.parametrize("most", [1, 150, 10**6])
 def test_each_completion_is_in_one_microbatch_with_all_that_is_its_own(most):
     batch = made_up(7, 30)
     parts = microbatches(batch, most)
-    assert len(parts) == {1: 7, 10**6: 1}.get(most, len(parts)) and (most == 1 or 1 <= len(parts) <= 7)
+    assert len(parts) == {1: 7, 10**6: 1}.get(most, len(parts))
     for part in parts:
         assert part.tokens.shape[1] == part.completion_mask.sum(1).max()
         assert part.prompts.shape[1] == part.prompt_lengths.max()
         assert len(part.prompts) == 1 or part.tokens.numel() + part.prompts.numel() <= most
     assert sorted(row for part in parts for row in rows_of(part)) == sorted(rows_of(batch))
-    longest = [part.tokens.shape[1] for part in parts]
-    assert longest == sorted(longest)
-    assert microbatches(batch._replace(old_logprobs=None, advantages=None), most)[0].advantages is None
-
-
-def test_microbatches_wait_for_the_host_once(monkeypatch):
-    waits, batch = [], made_up(7, 30)
-    for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
-        function = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda *a, f=function, **k: waits.append(f) or f(*a, **k))
-    assert len(microbatches(batch, 150)) > 2 and len(waits) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,13 +204,12 @@ def test_microbatches_wait_for_the_host_once(monkeypatch):
 
 
 @pytest.mark.parametrize("tokenizer", [Tokenizer.of_bytes(), Tokenizer.squares()])
-@pytest.mark.parametrize("text", ["", "M: e2e4 g8f6 E: 0.3", "é e2 中 a1", "🙂"])
+@pytest.mark.parametrize("text", ["", "M: e2e4 g8f6 E: 0.3", "é e2 中 a1 🙂"])
 def test_text_and_where_each_of_its_tokens_ends(tokenizer, text):
     ids = tokenizer.encode(text)
     for said in (ids, [*ids, tokenizer.eos], [*ids, tokenizer.eos, 65]):  # what follows the end token is no text
         found, ends = read(tokenizer, said)
-        assert found == tokenizer.decode(ids) == text and len(ends) == len(ids)
-        assert ends == sorted(ends) and (not ids or ends[-1] == len(text))
+        assert found == text and ends == sorted(ends) and (ends[-1] if ends else 0) == len(text)
         if text.isascii():
             assert ends == [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
 
