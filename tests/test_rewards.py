@@ -1,7 +1,6 @@
 """rewards.py: what a better answer is worth, and that any text at all has a reward."""
 
 import itertools
-import json
 import math
 import random
 import time
@@ -102,7 +101,6 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert type(result.reward) is float and MALFORMED == -0.3 <= result.reward <= 1
         assert {type(value) for value in result.metrics.values()} == {float}
         assert all(map(math.isfinite, result.metrics.values()))
-        assert json.loads(json.dumps(result.metrics)) == result.metrics
         names, values, spans = zip(*result.pieces)
         assert len(set(names)) == len(names) and sum(values) == pytest.approx(result.reward, abs=1e-8)
         assert all(0 <= a < b <= len(text) for a, b in filter(None, spans))
