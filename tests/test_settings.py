@@ -72,14 +72,6 @@ def test_help_shows_names_defaults_and_meanings(program, capsys):
     assert "how long" in lines[0] and "(grpo, dapo)" in lines[2] and lines[3].split()[1] == "0"
 
 
-def test_a_resumed_run_lists_what_changed_and_refuses_another_model(program):
-    now, messages = program("LR=0.5", "MODEL=a"), []
-    settings.compare({**now, "LR": 0.1, "GONE": 1}, messages.append)
-    assert messages == ["LR was 0.1 and is now 0.5"]
-    with pytest.raises(SystemExit, match="this run was started with MODEL=b; use that again, or .* FRESH=1"):
-        settings.compare({**now, "MODEL": "b"}, messages.append)
-
-
 def test_a_task_is_any_file_and_brings_its_own_defaults(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "SETTINGS", {})
     monkeypatch.setitem(settings.GIVEN, "defaults", {})
