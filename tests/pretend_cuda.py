@@ -21,23 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 CPU, aten, T, ROOT = torch.device("cpu"), torch.ops.aten, torch.Tensor, str(Path(__file__).parent.parent)
 NOW = SimpleNamespace(device=0, ambient=CPU, graph=None, moving=False, seen=None)  # ambient: where new tensors lie
 GETTERS = {getattr(T, name).__get__: name for name in ("device", "is_cuda", "is_cpu")}
-WAITS = {
-    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
-    aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.repeat_interleave.Tensor,
-}  # fmt: skip
-INDEXING = {
-    aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default,
-    aten._unsafe_index.Tensor,
-}  # fmt: skip
-CROSSING = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, aten.set_.source_Storage}
+WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+CROSSING = {aten.copy_.default, aten._to_copy.default}
 
 
-class DeviceError(RuntimeError):
-    pass
+class DeviceError(RuntimeError): ...
 
 
-class CaptureError(RuntimeError):
-    pass
+class CaptureError(RuntimeError): ...
 
 
 def line():

@@ -49,7 +49,7 @@ def same(a, b):
 # Rollouts
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"temperature": 0.9, "top_k": 15, "top_p": 0.9}])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "top_k": 15, "top_p": 0.9}])
 def test_one_captured_graph_decodes_as_the_cpu_does(gpu, options):
     model = toy.model()
     model.config.eos_token_id = -1  # nothing ends early
@@ -61,10 +61,8 @@ def test_one_captured_graph_decodes_as_the_cpu_does(gpu, options):
 
 def test_decoding_stops_on_a_gpu_when_all_rows_have_ended(gpu):
     model = toy.model()
+    model.ln_f.bias.data.mul_(10)
     same(sampled(model), sampled(model, "cpu"))
-    end = copy.deepcopy(model)
-    end.ln_f.bias.data.mul_(10)
-    same(sampled(end), sampled(end, "cpu"))
     assert gpu.captures[-1] < 8
 
 
@@ -72,28 +70,17 @@ def test_another_gpu_than_the_current_one_captures_its_own_kernels(gpu):
     same(sampled(toy.model(), "cuda:1"), sampled(toy.model(), "cpu"))
 
 
-def broken(change):
-    def decode(self, tokens, prompt, cache, t):
-        logits = GPT_DECODE(self, tokens, prompt, cache, t)
-        return change(logits, t)
-
-    return decode
-
-
-GPT_DECODE = GPT.decode
-
-
 @pytest.mark.parametrize(
     "change, error",
     [
         (lambda logits, t: logits + int(t), pretend_cuda.CaptureError),
         (lambda logits, t: logits[torch.isfinite(logits).all(1)], pretend_cuda.CaptureError),
-        (lambda logits, t: logits + torch.zeros(257).to("cuda"), pretend_cuda.CaptureError),
         (lambda logits, t: logits + torch.zeros(257), pretend_cuda.DeviceError),
     ],
 )
 def test_what_a_capture_or_a_device_forbids_is_noticed(gpu, monkeypatch, change, error):
-    monkeypatch.setattr(GPT, "decode", broken(change))
+    decode = GPT.decode
+    monkeypatch.setattr(GPT, "decode", lambda *args: change(decode(*args), args[-1]))
     with pytest.raises(error):
         sampled(toy.model())
 
@@ -123,21 +110,16 @@ def test_a_run_with_checkpoint_resume_and_going_back(gpu, toy_run, monkeypatch, 
     monkeypatch.setattr(train, "update", counted_update)
     monkeypatch.setattr(train, "rollout", counted_rollout)
     monkeypatch.setattr(train, "microbatches", lambda *args: parts.extend(p := cut(*args)) or p)
-    settings = dict(DEVICE="auto", DTYPE="auto", SAVE_EVERY=1, EVAL_EVERY=0, EPOCHS=2, REF_UPDATE_EVERY=2)
-    rows = toy_run(STEPS=2, LR_SCHEDULE="constant", **settings)
+    settings = dict(DEVICE="auto", DTYPE="auto", SAVE_EVERY=1, EVAL_EVERY=0, LR_SCHEDULE="constant")
+    settings |= dict(EPOCHS=2, REF_UPDATE_EVERY=2)
+    rows = toy_run(STEPS=2, **settings)
     about = json.loads((tmp_path / "out" / "run.json").read_text())
     assert about["machine"] == "pretended GPU" and about["dtype"] == "bfloat16"
     assert abs(rows[0]["kl"]) < 1e-5 and rows[1]["kl"] > 0 and not any(row["skipped"] for row in rows)
-    toy_run(STEPS=4, LR_SCHEDULE="constant", KL_DIVERGENCE_THRESHOLD=1e-12, **settings)
+    toy_run(STEPS=4, KL_DIVERGENCE_THRESHOLD=1e-12, **settings)
     assert [row["step"] for row in toy.rows(tmp_path / "out")] == [1, 2, 3, 4]
     assert captures == [2] * 4  # one for each kind of question
     assert max(waits) <= 12
-
-
-def test_without_a_reward_weights_on_a_gpu_stay(gpu, toy_run, tmp_path, toy_model):
-    toy_run(DEVICE="cuda", CONTROL=True, KL_COEF=0.0)
-    before, after = (GPT.load(folder).state_dict() for folder in (toy_model, tmp_path / "out" / "model"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,28 +183,19 @@ def test_a_rollout_that_runs_out_of_memory_is_made_in_halves(setting, monkeypatc
         train.rollout(model, questions, 0)
 
 
-def test_the_loss_works_in_far_larger_chunks_on_a_gpu(gpu):
-    logits = torch.empty(1).expand(512, 64, 50257)  # takes no memory
-    assert len(grpo.chunks(logits)) == 512 and len(grpo.chunks(torch.empty(1).to("cuda").expand(512, 64, 50257))) < 8
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Devices, precision, compiling
 
 
 def test_a_reference_in_the_hosts_memory(gpu, setting):
-    """In bf16 two devices round differently, which is no reason to refuse; another reference is."""
+    """In bf16 two devices round differently, which is no reason to refuse."""
     setting(DEVICE="cuda", REF_DEVICE="cpu", KL_COEF=0.1, COMPILE="0", GROUP_SIZE=4)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = toy.model().to("cuda").use(dtype)
-        batches = [batch for batch, _ in train.rollout(model, toy.questions(), 0)]
-        reference = train.make_reference(model, "cuda", dtype)
-        assert reference.wte.weight.device.type == "cpu" and model.wte.weight.is_cuda
-        metrics = train.update(model, reference, train.make_optimizer(model), batches, 0.1, first=True)
-        assert metrics["kl"] < 1e-3 and not metrics["skipped"]
-    stranger = train.make_reference(toy.model(seed=1), "cuda", torch.bfloat16)
-    with pytest.raises(SystemExit, match="not the start model"):
-        train.update(model, stranger, train.make_optimizer(model), batches, 0.1, first=True)
+    model = toy.model().to("cuda").use(torch.bfloat16)
+    batches = [batch for batch, _ in train.rollout(model, toy.questions(), 0)]
+    reference = train.make_reference(model, "cuda", torch.bfloat16)
+    assert reference.wte.weight.device.type == "cpu" and model.wte.weight.is_cuda
+    metrics = train.update(model, reference, train.make_optimizer(model), batches, 0.1, first=True)
+    assert metrics["kl"] < 1e-3 and not metrics["skipped"]
 
 
 def test_the_bound_of_the_first_kl_is_that_of_the_precision():
@@ -231,8 +204,6 @@ def test_the_bound_of_the_first_kl_is_that_of_the_precision():
     train.check_start(stats, torch.bfloat16)
     with pytest.raises(SystemExit, match="not the start model"):
         train.check_start(stats, torch.float32)
-    with pytest.raises(SystemExit, match="not the start model"):
-        train.check_start({**stats, "kl": torch.tensor(1.0)}, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name, expected", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
@@ -252,25 +223,23 @@ def test_each_process_of_a_machine_has_a_gpu_of_its_own(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "device, programs, dtype_capability, compiled, tokens",
-    [("cuda", ["gcc"], (8, 0), True, 65536), ("cuda", [], (7, 5), False, 65536), ("cpu", ["gcc"], (9, 0), False, 4096)],
+    "device, gcc, capability", [("cuda", True, (8, 0)), ("cuda", False, (7, 5)), ("cpu", True, (9, 0))]
 )
-def test_what_is_automatic_follows_the_device(
-    monkeypatch, setting, capsys, device, programs, dtype_capability, compiled, tokens
-):
-    with pretend_cuda.on(monkeypatch, dtype_capability):
+def test_what_is_automatic_follows_the_device(monkeypatch, setting, capsys, device, gcc, capability):
+    monkeypatch.setattr(shutil, "which", lambda name: gcc and name == "gcc" or None)
+    with pretend_cuda.on(monkeypatch, capability):
         setting(DEVICE=device, COMPILE="auto", MICROBATCH_TOKENS=0)
-        monkeypatch.setattr(shutil, "which", lambda name: name in programs or None)
-        assert train.compiles(train.device_of(device)) == compiled
-        said = capsys.readouterr().out
-        assert ("apt install gcc" in said) == (device == "cuda" and not programs)
-        assert train.microbatch_tokens(toy.model().to(device)) == tokens
-        if device == "cuda":  # cards before Ampere only emulate bf16
-            fastest = torch.bfloat16 if dtype_capability >= (8, 0) else torch.float32
-            assert monitor.fastest_dtype(torch.device("cuda:0")) == fastest
+        assert train.compiles(train.device_of(device)) == (device == "cuda" and gcc)
+        assert ("apt install gcc" in capsys.readouterr().out) == (not gcc)
+        model = toy.model().to(device)
+        assert train.microbatch_tokens(model) == (65536 if device == "cuda" else 4096)
+        logits = torch.empty(1).to(device).expand(512, 64, 50257)  # takes no memory
+        assert len(grpo.chunks(logits)) == 512 if device == "cpu" else len(grpo.chunks(logits)) < 8
+        fastest = torch.bfloat16 if capability >= (8, 0) else torch.float32  # older cards only emulate bf16
+        assert device == "cpu" or monitor.fastest_dtype(torch.device("cuda:0")) == fastest
 
 
-@pytest.mark.parametrize("groups, most, sizes", [(9, 80, [5, 2, 2]), (4, 33, [2, 2]), (4, 25, [2, 1, 1])])
+@pytest.mark.parametrize("groups, most, sizes", [(9, 80, [5, 2, 2]), (4, 25, [2, 1, 1])])
 def test_no_cut_leaves_one_group_behind_where_two_fit(groups, most, sizes):
     """torch.compile makes graphs of its own for a dimension of one, and has a limit for their number."""
     assert [len(part.prompts) for part in microbatches(batch_of(groups), most)] == sizes
