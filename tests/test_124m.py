@@ -4,6 +4,7 @@ import json
 from itertools import count
 from types import SimpleNamespace
 
+import chess
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ import rewards
 import train
 from model import GPT, GPTConfig
 from nanorook import settings
+from nanorook.positions import Position
 from nanorook.tokenizer import Tokenizer
 
 
@@ -39,9 +41,10 @@ def test_a_step_of_124_million_weights(tmp_path, monkeypatch, capsys):
         reward = next(number) % 3 / 2
         return rewards.Grade(reward, (("number", reward, None),), {})
 
-    limits = {"policy": 12, "environment": 12}
-    task = SimpleNamespace(LIMITS=limits, load=rewards.load, ask=rewards.ask, grade=grade)
-    values = dict(MODEL=str(tmp_path / "start"), OUT_DIR=str(tmp_path / "out"), STEPS=1, BATCH_POSITIONS=2)
+    limits = {"policy": 8, "environment": 8}
+    items = [Position(chess.STARTING_FEN, (), (("e2e4", 20),))]
+    task = SimpleNamespace(LIMITS=limits, load=lambda *_: (items, items), ask=rewards.ask, grade=grade)
+    values = dict(MODEL=str(tmp_path / "start"), OUT_DIR=str(tmp_path / "out"), STEPS=1, BATCH_POSITIONS=1)
     values |= dict(GROUP_SIZE=2, EVAL_POSITIONS=1, WARMUP_STEPS=0, DTYPE="float32", DEVICE="cpu", LR=1e-5)
     for name, value in values.items():
         monkeypatch.setattr(train, name, value)
@@ -56,8 +59,8 @@ def test_a_step_of_124_million_weights(tmp_path, monkeypatch, capsys):
     assert "124.4M parameters" in capsys.readouterr().out
     (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     assert abs(row["kl"]) < 1e-6 and row["logprob_gap"] < 1e-4 and row["grad_norm"] > 0 and not row["skipped"]
-    start, trained = (GPT.load(folder) for folder in (tmp_path / "start", tmp_path / "out" / "latest"))
-    moved = [(a - b).abs().max() for a, b in zip(start.parameters(), trained.parameters())]
+    trained = GPT.load(tmp_path / "out" / "latest")
+    moved = [(a - b).abs().max() for a, b in zip(model.parameters(), trained.parameters())]
     assert 0 < max(moved) < 1.1e-5  # AdamW's first step is LR at most
 
     from transformers import GPT2LMHeadModel

@@ -129,10 +129,10 @@ format_gpt2="--format rookworld --tokenizer ${GPT2_TOKENIZER:-gpt2}"
 table="--positions 1000 --judged 250 --self-play 50"
 bench=("$PYTHON" -m tools.bench W2 W4 --runs 3 --watch 200)
 if [ -n "${TINY:-}" ]; then
-    label="--positions 300 --nodes 100 --workers 1"
-    tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 60 --eval-positions 2 --workers 1 --dtype float32"
+    label="--positions 100 --nodes 100 --workers 1"
+    tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 80 --eval-positions 2 --workers 1 --dtype float32"
     tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
-    gpt2="$tiny --positions 512" steps_tiny=240 steps_gpt2=240
+    gpt2="$tiny --positions 512" steps_tiny=160 steps_gpt2=240
     table="--positions 4 --judged 2 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5"
     grpo_tiny=$grpo grpo_gpt2=$grpo
