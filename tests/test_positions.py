@@ -172,14 +172,6 @@ def test_an_en_passant_square_that_no_pawn_can_use_is_removed():
     assert P.read_position(f"{EN_PASSANT};d7d5;").fen == EN_PASSANT
 
 
-def test_long_files_in_own_format_are_verified_at_their_start(positions, tmp_path, monkeypatch):
-    monkeypatch.setattr(P, "VERIFIED_LINES", 500)
-    lines, illegal = [P.write_position(position) for position in positions[:1200]], [f"{START};;e2e5:10"] * 60
-    assert len(P.load(save(tmp_path / "a", lines[:700] + illegal + lines[700:]))) == 1260
-    with pytest.raises(DataError, match="b, line 101: "):
-        P.load(save(tmp_path / "b", lines[:100] + illegal + lines[100:]))
-
-
 @pytest.mark.parametrize("write", [str, P.expand_board])
 def test_rookworld_policy_lines(positions, tmp_path, write):
     lines = [policy_line(p, p.moves[-1][0]).replace(p.fen, write(p.fen)) for p in positions]  # with a wrong B:
@@ -260,8 +252,6 @@ def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
     hub_dataset(tmp_path, monkeypatch, [policy_line(p, p.moves[0][0]) for p in positions[:300]] + ["?"] * 10)
     assert [p.fen for p in P.load("hub:jrahn/rookworld_7m")] == [p.fen for p in positions[:300]]
     assert "left out 10 of 310 lines" in capsys.readouterr().err
-    monkeypatch.setattr(P, "HUB_LINES", 200)
-    assert len(P.load("hub:jrahn/rookworld_7m")) == 200
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence():
