@@ -27,7 +27,8 @@ def test_the_readme_and_the_docs_stay_short():
 
 @each_file
 def test_lines_are_wrapped(file):
-    assert not [line for line in file.read_text().splitlines() if len(line) > 110 and not line.startswith(("|", "    "))]
+    lines = [line for line in file.read_text().splitlines() if not line.startswith(("|", "    "))]
+    assert not [line for line in lines if len(line) > 110]
 
 
 @each_file

@@ -92,7 +92,7 @@ def main(out):
             lines.append(f"- {dtype}: {row['seconds']:.3f} s, {row['tokens_per_second']:,.0f} tokens a second{share}")
             lines += [f"  - {ratio:.2f} times as fast as {who}" for who, ratio in row["times_as_fast"].items()]
         if "watch" in w:
-            said = "- {steps} steps: after the first {warm_up} {recompiles} recompiles, memory grew by {grown_gb:.3f} GB"
+            said = "- {steps} steps: after {warm_up} there were {recompiles} recompiles, memory grew {grown_gb:.3f} GB"
             lines.append(said.format(**w["watch"]))
         lines.append("")
     lines += ["## Stages", ""]
