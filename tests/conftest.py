@@ -31,6 +31,15 @@ def pytest_runtest_setup(item):
             pytest.skip(reason)
 
 
+def pytest_terminal_summary(terminalreporter):
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    missing = [name for name in PACKAGES if any(f"needs {name}: apt" in reason for reason in reasons)]
+    if missing:
+        count = sum(": apt install " in reason for reason in reasons)
+        packages = " ".join(PACKAGES[name] for name in missing)
+        terminalreporter.write_line(f"{count} tests were skipped for missing programs: apt install {packages}")
+
+
 @pytest.fixture(scope="session")
 def hf_model():
     """A small GPT-2 made by transformers, with weights large enough that its predictions differ from place to place."""

@@ -86,6 +86,9 @@ def test_labels_cut_by_their_limit_are_used(env, tmp_path):
     assert "label: cut by its time limit before" in script(env, "label", OUT=str(tmp_path)).stdout
 
 
+needs_stockfish = pytest.mark.needs("stockfish")
+
+
 @pytest.mark.parametrize(
     "arguments, change, said",
     [
@@ -93,7 +96,7 @@ def test_labels_cut_by_their_limit_are_used(env, tmp_path):
         ([], {"PYTHON": "echo torch"}, "has no PyTorch"),
         ([], {"PYTHON": '[ "$3" = torch ] || echo rapidfuzz'}, "lacks rapidfuzz: install"),
         (["label"], {"STOCKFISH_PATH": "/nowhere/stockfish"}, "STOCKFISH_PATH is /nowhere/stockfish"),
-        (["label"], {"TINY": "", "CUDA_VISIBLE_DEVICES": ""}, "TINY=1 rehearses"),
+        pytest.param(["label"], {"TINY": "", "CUDA_VISIBLE_DEVICES": ""}, "TINY=1 rehearses", marks=needs_stockfish),
     ],
 )
 def test_what_is_missing_is_said_in_one_sentence(env, tmp_path, arguments, change, said):
