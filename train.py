@@ -14,7 +14,6 @@ import functools
 import json
 import math
 import random
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 import grpo
 from model import GPT
-from nanorook import checkpoint, monitor, parallel, settings
+from nanorook import checkpoint, hardware, monitor, parallel, settings
 from nanorook.positions import DataError
 from nanorook.settings import refuse, setting
 from nanorook.tokenizer import LoadError
@@ -180,7 +179,7 @@ def forward(model, batch):
 @functools.cache
 def score():
     """GPT.score, compiled for policy and reference alike: compiled code rounds differently, and KL must start at 0."""
-    return torch.compile(GPT.score, dynamic=True) if compiles(device_of(DEVICE)) else GPT.score
+    return torch.compile(GPT.score, dynamic=True) if hardware.compiles(COMPILE, hardware.choose(DEVICE)) else GPT.score
 
 
 @torch.no_grad()
@@ -329,17 +328,6 @@ def evaluate(model, questions, file, step):
 # Set-up and loop
 
 
-def device_of(name):
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
-def compiles(device):
-    if COMPILE == "auto" and device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        print("no C compiler was found, so torch.compile is left out: apt install gcc", flush=True)
-        return False
-    return COMPILE == "1" or COMPILE == "auto" and device.type == "cuda"
-
-
 def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
@@ -350,8 +338,7 @@ def make_reference(model, device, dtype):
 
 def main():
     settings.finish()
-    device = parallel.start(device_of(DEVICE), NPROC)
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
+    device = parallel.start(hardware.choose(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
     say = functools.partial(print, flush=True) if lead else lambda *_: None
     if BATCH_POSITIONS % world:
@@ -372,7 +359,7 @@ def main():
     if len(set(parallel.gather([state["step"]]))) > 1:
         refuse(f"not all processes see the same checkpoints: OUT_DIR={out} has to be a folder that all machines share.")
     if DTYPE == "auto":  # decided once: another process, or a resumed run, might measure otherwise
-        state["dtype"] = state.get("dtype") or parallel.from_lead(str(monitor.fastest_dtype(device)).split(".")[1])
+        state["dtype"] = state.get("dtype") or parallel.from_lead(str(hardware.fastest_dtype(device)).split(".")[1])
     dtype = getattr(torch, state["dtype"] if DTYPE == "auto" else DTYPE)
 
     model = GPT.load(found[0] if found else source).to(device).use(dtype)
@@ -434,7 +421,7 @@ def main():
             "length": metrics["tokens"] / len(samples),
             "seconds": {"rollout": round(rollout_seconds, 3), "update": round(update_seconds, 3)},
             "tokens_per_second": metrics["tokens"] / (rollout_seconds + update_seconds),
-            "peak_memory_gb": monitor.peak_memory(device),
+            "peak_memory_gb": hardware.peak_memory(device),
         }
         if lead:
             metrics["state"], metrics["advice"] = monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)

@@ -27,7 +27,7 @@ import train
 from experiments.seeds import read, write
 from experiments.variants import run_here
 from model import GPT
-from nanorook import monitor, positions
+from nanorook import hardware, monitor, positions
 from nanorook.settings import SETTINGS, parse
 
 ROWS = 16  # texts in a batch of the supervised training
@@ -137,8 +137,8 @@ def main():
     if known["about"] != about:
         p.error(f"{file} was made with other options; name another folder.")
 
-    device = train.device_of(train.DEVICE)
-    dtype = monitor.fastest_dtype(device)
+    device = hardware.choose(train.DEVICE)
+    dtype = hardware.fastest_dtype(device)
     model = GPT.load(taught if taught.exists() else rewards.start_model()).to(device).use(dtype)
     items, held_out = rewards.load("builtin", model.config)
     asked = random.Random(0).sample([p for p in held_out if len(p.moves) == 5], a.positions)

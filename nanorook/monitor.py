@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import resource
 import shlex
 import subprocess
 import sys
@@ -131,13 +130,6 @@ def table(columns):
     return "\n".join(lines)
 
 
-def peak_memory(device):
-    """In GB: of the GPU, or of this process."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB
-
-
 def describe(command, device, dtype):
     """What was run, on what machine, from which commit; for run.json and for recorded figures."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True)
@@ -154,22 +146,6 @@ def describe(command, device, dtype):
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-
-
-def fastest_dtype(device):
-    """For matrix products: bf16 where CUDA has units for it; on CPU what multiplies faster on this machine."""
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.nn.functional.linear(x, w)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
-    return min(seconds, key=seconds.get)
 
 
 def open_log(out, step, about, kind, name):

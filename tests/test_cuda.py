@@ -13,7 +13,7 @@ import pretend_cuda
 import toy
 import train
 from model import GPT
-from nanorook import monitor, parallel
+from nanorook import hardware, parallel
 from rollout import Batch, generate, microbatches
 
 
@@ -208,9 +208,9 @@ def test_the_bound_of_the_first_kl_is_that_of_the_precision():
 
 @pytest.mark.parametrize("name, expected", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
 def test_a_process_works_on_the_gpu_that_is_asked_for(gpu, name, expected):
-    device = parallel.start(train.device_of(name), 1)
+    device = parallel.start(hardware.choose(name), 1)
     assert str(device) == expected and torch.cuda.current_device() == device.index
-    assert monitor.peak_memory(device) == 0  # the GPU's, not the host's
+    assert hardware.peak_memory(device) == 0  # the GPU's, not the host's
     with pytest.raises(SystemExit, match="there is no cuda:2"):
         parallel.start("cuda:2", 1)
 
@@ -229,14 +229,14 @@ def test_what_is_automatic_follows_the_device(monkeypatch, setting, capsys, devi
     monkeypatch.setattr(shutil, "which", lambda name: gcc and name == "gcc" or None)
     with pretend_cuda.on(monkeypatch, capability):
         setting(DEVICE=device, COMPILE="auto", MICROBATCH_TOKENS=0)
-        assert train.compiles(train.device_of(device)) == (device == "cuda" and gcc)
+        assert hardware.compiles("auto", hardware.choose(device)) == (device == "cuda" and gcc)
         assert ("apt install gcc" in capsys.readouterr().out) == (not gcc)
         model = toy.model().to(device)
         assert train.microbatch_tokens(model) == (65536 if device == "cuda" else 4096)
         logits = torch.empty(1).to(device).expand(512, 64, 50257)  # takes no memory
         assert len(grpo.chunks(logits)) == 512 if device == "cpu" else len(grpo.chunks(logits)) < 8
         fastest = torch.bfloat16 if capability >= (8, 0) else torch.float32  # older cards only emulate bf16
-        assert device == "cpu" or monitor.fastest_dtype(torch.device("cuda:0")) == fastest
+        assert device == "cpu" or hardware.fastest_dtype(torch.device("cuda:0")) == fastest
 
 
 @pytest.mark.parametrize("groups, most, sizes", [(9, 80, [5, 2, 2]), (4, 25, [2, 1, 1])])

@@ -15,7 +15,7 @@ import torch
 import toy
 import train
 from model import GPT
-from nanorook import checkpoint, monitor, parallel
+from nanorook import checkpoint, hardware, monitor, parallel
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,9 +119,9 @@ def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_run, monkeypat
 
 
 def test_the_dtype_is_decided_once_by_the_first_process(toy_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(monitor, "fastest_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(hardware, "fastest_dtype", lambda device: torch.bfloat16)
     toy_run(DTYPE="auto", STEPS=1)
-    monkeypatch.setattr(monitor, "fastest_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(hardware, "fastest_dtype", lambda device: torch.float32)
     toy_run(DTYPE="auto", STEPS=2)
     monkeypatch.setattr(parallel, "from_lead", lambda value: "bfloat16" if value == "float32" else value)
     toy_run("other", DTYPE="auto", STEPS=1)

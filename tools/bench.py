@@ -24,8 +24,9 @@ import grpo
 import rewards
 import train
 from model import GPT, GPTConfig
-from nanorook import positions
-from nanorook.monitor import describe, fastest_dtype, peak_memory
+from nanorook import hardware, positions
+from nanorook.hardware import fastest_dtype, peak_memory
+from nanorook.monitor import describe
 from nanorook.settings import refuse
 from nanorook.tokenizer import Tokenizer
 from rollout import capture, generate, read
@@ -439,7 +440,7 @@ def silence():
 
 
 def main():
-    device = train.device_of("auto")
+    device = hardware.choose()
     all_workloads = workloads(device)
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
@@ -453,7 +454,6 @@ def main():
     if a.json and not Path(a.json).absolute().parent.is_dir():
         refuse(f"{a.json} cannot be written: its folder does not exist.")
     alone = bool(a.only) or not silence()
-    torch.set_flush_denormal(True)  # as train.main
     machine = describe("python -m tools.bench", device, dtypes(device)[-1])
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
     print(f"{machine['machine']}, {result['threads']} threads, torch {torch.__version__}", flush=True)

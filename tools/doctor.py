@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import grpo
 import train
 from model import GPT
-from nanorook import monitor, parallel
+from nanorook import hardware, monitor, parallel
 from nanorook.positions import DataError
 from nanorook.settings import refuse
 from nanorook.tokenizer import LoadError
@@ -275,9 +275,8 @@ def show(found):
 
 def main():
     settings.finish()
-    device = parallel.start(train.device_of(train.DEVICE), 1)
-    torch.set_flush_denormal(True)  # as train.main
-    dtype = monitor.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
+    device = parallel.start(hardware.choose(train.DEVICE), 1)
+    dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
     model = GPT.load(train.MODEL or train.task.start_model()).to(device).use(dtype)
     items, _ = train.task.load(train.DATA, model.config)
     if len(items) < train.BATCH_POSITIONS:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import rewards
 from model import GPT
-from nanorook import monitor, stockfish
+from nanorook import hardware, monitor, stockfish
 from nanorook.positions import DataError, board_key, contract_board, game_end, held_out
 from nanorook.tokenizer import LoadError
 from rollout import generate, read
@@ -408,9 +408,8 @@ def arguments():
 
 def main():
     a = arguments()
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = monitor.fastest_dtype(device)
+    device = hardware.choose()
+    dtype = hardware.fastest_dtype(device)
     models = [GPT.load(name).to(device).cast(dtype) for name in a.model]
     sides = [rewards.load(source, models[0].config) for source in a.data]
     positions = [position for _, held in sides for position in held]

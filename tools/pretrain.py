@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 import rewards
 from model import GPT, GPTConfig, causal_bias
-from nanorook import checkpoint, monitor, positions
+from nanorook import checkpoint, hardware, positions
 from nanorook.settings import refuse
 from nanorook.stockfish import CANDIDATES, MATE
 from nanorook.tokenizer import LoadError, Tokenizer
@@ -72,7 +71,7 @@ def arguments():
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
     p.add_argument("--seed", type=int, default=0, help="of the first weights and of all draws")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: cuda if there is one")
     a = p.parse_args()
     if a.rows < 8 or not 0 < a.decay <= 1:
         p.error("--rows has to be at least 8, so that each task has some, and --decay above 0 and at most 1.")
@@ -245,7 +244,6 @@ def main():
     global args, tokenizer, text_format, n_positions, labelled, rare  # read by draw_texts, in the workers too
     args = arguments()
     torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
     model = new_model()
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
     labelled, held_out = positions.split([p for source in args.data for p in positions.load(source) if p.moves])
@@ -255,14 +253,14 @@ def main():
     chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))
     questions = [rewards.policy_question(p, text_format) for p in chosen]
     questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
-    out, device, state, step, elapsed = Path(args.out), torch.device(args.device), {}, 0, 0.0
+    out, device, state, step, elapsed = Path(args.out), hardware.choose(args.device), {}, 0, 0.0
     state_file, model = out / "trainer.pt", model.to(device)
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     try:
         if state_file.exists():  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step
             state = torch.load(state_file, map_location="cpu", weights_only=True)
-        dtype = state["dtype"] if state else str(monitor.fastest_dtype(device))[6:]  # measured once for a run
+        dtype = state["dtype"] if state else str(hardware.fastest_dtype(device))[6:]  # measured once for a run
         model.use(getattr(torch, dtype if args.dtype == "auto" else args.dtype))
         adam = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0)
         optimizers = Muon(matrices, args.lr_matrix, model.dtype), adam
@@ -274,10 +272,7 @@ def main():
             tqdm.write(f"resumed {out} at step {step}, after {elapsed / 60:.0f} minutes of training")
     except (RuntimeError, ValueError, KeyError, OSError, EOFError, pickle.UnpicklingError):
         refuse(f"{state_file} is damaged or of another model; delete it, or name another folder.")
-    compiler = device.type == "cuda" and any(map(shutil.which, ("cc", "gcc", "clang")))
-    if device.type == "cuda" and not compiler:
-        tqdm.write("no C compiler was found, so torch.compile is left out: apt install gcc")
-    forward = torch.compile(hidden, dynamic=True) if compiler else hidden
+    forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
     def save():
         model.save(out, torch.bfloat16 if args.half else torch.float32)

@@ -21,7 +21,7 @@ import chess
 import torch
 
 from model import GPT
-from nanorook.monitor import fastest_dtype
+from nanorook import hardware
 from nanorook.stockfish import MATE
 from nanorook.tokenizer import LoadError
 from rewards import LIMITS, chess_format, parse_policy, policy_completion, policy_prompt, start_model
@@ -245,9 +245,8 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tools.uci", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a model folder or hub id (default: weights/tiny)")
     name = parser.parse_args().model or ROOT / start_model()
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = GPT.load(name).to(device).cast(fastest_dtype(device))
+    device = hardware.choose()
+    model = GPT.load(name).to(device).cast(hardware.fastest_dtype(device))
     room = model.config.n_positions - len(prompt_of(model, chess.Board()))
     if room < LIMITS["policy"]:
         sys.exit(f"error: {name}: the model's positions leave {room} tokens after a prompt, too few for an answer.")
