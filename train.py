@@ -207,7 +207,7 @@ def accumulate(model, reference, parts, normalizer, kl_coef, longest):
         if reference is not None:
             kl = grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)
             loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k3").sum()
+            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
         loss.backward()
         stat["gap"] = torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum()
         stat |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
@@ -364,10 +364,12 @@ def main():
 
     model = GPT.load(found[0] if found else source).to(device).use(dtype)
     optimizer = make_optimizer(model)
-    base = GPT.load(source) if found else model
-    if "reference" in state:  # the policy of an earlier step, see REF_UPDATE_EVERY
-        base.load_state_dict(state["reference"])
-    reference = make_reference(base, device, dtype) if KL_COEF else None
+    reference = None
+    if KL_COEF:
+        base = GPT.load(source) if found else model
+        if "reference" in state:  # the policy of an earlier step, see REF_UPDATE_EVERY
+            base.load_state_dict(state["reference"])
+        reference = make_reference(base, device, dtype)
     if found:
         for saved in (state["optimizer"], state["good"][1]):
             saved["param_groups"] = optimizer.state_dict()["param_groups"]  # today's settings count
