@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
 
+import re
 import shutil
 import signal
 
@@ -11,33 +12,27 @@ import pytest
 import torch
 
 import toy
+import train
 from model import GPT, GPTConfig
 from nanorook import stockfish
 from nanorook.tokenizer import Tokenizer
 
-PACKAGES = {"stockfish": "stockfish", "chromium": "chromium", "g++": "g++"}  # program -> Debian package
-
-
-def installed(program):
-    return stockfish.find() if program == "stockfish" else shutil.which(program)
-
 
 def pytest_runtest_setup(item):
     for program in (mark.args[0] for mark in item.iter_markers("needs")):
-        if not installed(program):
-            reason = f"needs {program}: apt install {PACKAGES[program]}"
+        if not (stockfish.find() if program == "stockfish" else shutil.which(program)):
+            reason = f"needs {program}: apt install {program}"  # Debian's packages are named like the programs
             if os.environ.get("NANOROOK_NO_SKIP") == "1":
                 pytest.fail(f"{reason} (NANOROOK_NO_SKIP=1 makes this an error)", pytrace=False)
             pytest.skip(reason)
 
 
 def pytest_terminal_summary(terminalreporter):
-    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    missing = [name for name in PACKAGES if any(f"needs {name}: apt" in reason for reason in reasons)]
+    reasons = " ".join(str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
+    missing = re.findall(r": apt install ([\w+]+)", reasons)
     if missing:
-        count = sum(": apt install " in reason for reason in reasons)
-        packages = " ".join(PACKAGES[name] for name in missing)
-        terminalreporter.write_line(f"{count} tests were skipped for missing programs: apt install {packages}")
+        packages = " ".join(sorted({*missing}))
+        terminalreporter.write_line(f"{len(missing)} tests were skipped for missing programs: apt install {packages}")
 
 
 @pytest.fixture(scope="session")
@@ -92,11 +87,19 @@ def toy_run(tmp_path, toy_model):
     return lambda out="out", **changes: toy.run(tmp_path / out, **{"MODEL": toy_model, **changes})
 
 
+@pytest.fixture
+def toy_settings(monkeypatch):
+    """train.py with the settings and the task of toy.py; toy_settings(LR=1.0) changes more."""
+    toy.set_all(monkeypatch, toy.SETTINGS)
+    return lambda **changes: toy.set_all(monkeypatch, changes)
+
+
 @pytest.fixture(autouse=True)
 def state_of_the_process():
     """What train.main() changes in its process is put back: other tests, and hypothesis, count on denormal numbers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
+    train.score.cache_clear()
     torch.set_flush_denormal(False)
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -10,6 +10,7 @@ import transformers
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
+import toy
 import train
 from model import GPT, GPTConfig
 from rollout import Batch, generate
@@ -135,48 +136,28 @@ def test_pieces_that_cancel_out_are_not_blown_up():
     """Where all rewards are equal there is no deviation of theirs to divide by, though pieces differ."""
     values = torch.tensor([[0.1, -0.1], [-0.1, 0.1]])
     assert grpo.advantages(values, 2, "group").abs().max() < 1
-    assert grpo.advantages(values, 2).tolist() == values.tolist()
-
-
-# the texts are "ab  cde f" and "ab", cut into ab|␣␣|c|de|␣f and a|b; then comes the end token, which ends no text
-ENDS = [[2, 4, 5, 7, 9], [1, 2]]
-PIECES = [
-    [("whole", 0.5, None), ("first", 0.2, (0, 2)), ("second", 0.4, (4, 7)), ("last", 0.1, (7, 9))],
-    [("whole", 0.1, None), ("first", 0.6, (0, 2))],
-]
-
-
-def paid(monkeypatch, credit, pieces, scale="none"):
-    """The advantages (2, 7) that train.py makes of a group of two answers."""
-    for name, value in dict(CREDIT=credit, SCALE_REWARDS=scale, GROUP_SIZE=2).items():
-        monkeypatch.setattr(train, name, value)
-    rewards = [sum(value for _, value, _ in some) for some in pieces]
-    grades = [SimpleNamespace(reward=reward, pieces=some) for reward, some in zip(rewards, pieces)]
-    samples = [SimpleNamespace(grade=grade, ends=ends) for grade, ends in zip(grades, ENDS)]
-    batch = Batch(*[None] * 2, torch.zeros(2, 7), *[None] * 3)
-    return train.with_advantages(batch, samples, torch.tensor(rewards).std()).advantages
 
 
 def test_credit_of_an_example_by_hand(monkeypatch):
-    answer, piece = (paid(monkeypatch, credit, PIECES) for credit in ("answer", "piece"))
-    torch.testing.assert_close(answer, torch.tensor([[0.25] * 7, [-0.25] * 7]))
+    """The texts "ab  cde f" and "ab" as ab|␣␣c|de|␣f and a|b: a token belongs to the span of its last character."""
+    pieces = [
+        [("whole", 0.5, None), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("last", 0.1, (7, 9))],
+        [("whole", 0.1, None), ("first", 0.6, (0, 2))],
+    ]
+    grades = [toy.Grade(reward, some, {}) for reward, some in zip((1.2, 0.7), pieces)]
+    samples = [SimpleNamespace(grade=grade, ends=ends) for grade, ends in zip(grades, ([2, 5, 7, 9], [1, 2]))]
+    batch = Batch(*[None] * 2, torch.zeros(2, 6), *[None] * 3)
+
+    def paid(credit):
+        monkeypatch.setattr(train, "CREDIT", credit)
+        return train.with_advantages(batch, samples, None).advantages
+
+    monkeypatch.setattr(train, "GROUP_SIZE", 2)
+    torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
     # an answer lacks is 0 there and judges the whole
-    expected = [[0.0, 0.2, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 5]]
-    torch.testing.assert_close(piece, torch.tensor(expected))
-
-
-def test_a_token_belongs_to_the_span_of_its_last_character():
-    _, judged = grpo.credit([[("a", 1, (0, 3)), ("b", 1, (3, 6))]], [[2, 4, 6]], 3)  # the middle token is in both spans
-    assert judged[0].T.tolist() == [[1, 0, 0], [0, 1, 1]]
-
-
-def test_one_piece_for_the_whole_answer_is_plain_grpo(monkeypatch):
-    pieces = [[("reward", 0.7, None)], [("reward", 0.2, None)]]
-    for scale in "none", "group", "batch":
-        answer, piece = (paid(monkeypatch, credit, pieces, scale) for credit in ("answer", "piece"))
-        torch.testing.assert_close(answer, piece)
-        assert (answer[0] > 0.1).all() and (answer[1] < -0.1).all()
+    expected = [[0.0, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 4]]
+    torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,16 +242,23 @@ def batch_of(model, dtype=torch.float32, B=5):
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_a_step_does_not_depend_on_its_microbatches(loss, monkeypatch):
     """Two epochs, so the logprobs of the first one's weights and of the reference are cut, too."""
-    monkeypatch.setattr(train, "LOSS", loss)
-    monkeypatch.setattr(train, "EPOCHS", 2)
-    start, results = tiny(), []
+    start, results, rows, forward = tiny(), [], [], train.forward
     reference = copy.deepcopy(start).cast(torch.float32)
     batches = [batch_of(start, B=3), batch_of(start, B=1)]
-    for most in (1, 120, 10**6):
+
+    def counted(model, part):
+        rows.append(len(part.tokens))
+        return forward(model, part)
+
+    for name, value in dict(LOSS=loss, EPOCHS=2, forward=counted).items():
+        monkeypatch.setattr(train, name, value)
+    for most, largest in (1, 4), (120, 8), (10**6, 12):
         monkeypatch.setattr(train, "MICROBATCH_TOKENS", most)
         model = copy.deepcopy(start)
+        rows.clear()
         metrics = train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.5), batches, 0.1)
         results.append((metrics, list(model.parameters())))
+        assert max(rows) == largest
     (expected, weights), *others = results
     assert expected["grad_norm"] > 1e-3 and expected["kl"] < 1e-7 and expected["ratio_max"] > 1.001
     for metrics, parameters in others:

@@ -26,16 +26,9 @@ from rollout import generate
 FEN = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
 MOVES = (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5))
 ANSWER = "M: f1b5 d2d4 f1c4 b1c3 c2c3 E: 0.6 0.4 0.3 0.2 0.05 B: f1b5"
+pytestmark = pytest.mark.usefixtures("toy_settings")
 QUESTION = rewards.policy_question(Position(FEN, (), MOVES), "rookworld")
 DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28, max_completion_tokens=144)
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """train.py with the settings and the task of toy.py."""
-    for name, value in toy.SETTINGS.items():
-        monkeypatch.setattr(train, name, value)
-    monkeypatch.setattr(train, "task", toy)
 
 
 @pytest.fixture
@@ -113,7 +106,6 @@ def test_cliff_rewards():
     graded = torch.tensor([[rewards.grade(QUESTION, text).reward] for text in texts])
     assert graded.min() == pytest.approx(-0.3) and graded.max() == 1
     assert (graded[:, 0].diff() >= 0).all() and len(graded.unique()) == 4  # better text, better reward, no cliff
-    assert grpo.advantages(graded, 5)[2] > grpo.advantages(graded, 5)[1]
 
 
 def test_random_weights(toy_run, monkeypatch):
@@ -150,9 +142,7 @@ def test_policy_and_reference_are_compiled_alike(toy_run, monkeypatch):
     """Compiled code rounds differently."""
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: lambda *args: compiled.append(1) or f(*args) * 1.0001)
-    train.score.cache_clear()
     row = toy_run(COMPILE="1", STEPS=1)[0]
-    train.score.cache_clear()
     assert len(compiled) >= 4 and row["kl"] == 0
 
 
@@ -304,10 +294,15 @@ def test_no_setting_is_silent(started, tmp_path):
     row = plain[0][2]
     assert row["clip_low"] > 0 and row["clip_high"] > 0 and row["kl"] < 1  # else some have nothing to do
     toy.model(seed=1).save(tmp_path / "other")
-    for name, value in {**CHANGES, "MODEL": tmp_path / "other"}.items():
-        assert started(**{name: value}) != plain, name
-    back = [started(KL_DIVERGENCE_THRESHOLD=1e-9, RECOVERY_LR_FACTOR=x, OUT_DIR=tmp_path / str(x)) for x in (0.5, 0.1)]
-    assert back[0] != back[1]
+    back = dict(KL_DIVERGENCE_THRESHOLD=1e-9, RECOVERY_LR_FACTOR=0.1)
+    changes = [{name: value} for name, value in CHANGES.items()] + [{"MODEL": tmp_path / "other"}, back]
+    for change in changes:
+        rows, files, folders = started(**change)
+        if {*change} & {"EVAL_EVERY", "EVAL_POSITIONS", "SAVE_EVERY"}:
+            assert (files, folders) != plain[1:], change
+        else:
+            assert files[-1] != plain[1][-1], change  # the trained weights are others
+    assert files[-1] != started(KL_DIVERGENCE_THRESHOLD=1e-9, OUT_DIR=tmp_path / "again")[1][-1]
 
 
 def test_settings_of_the_machine_reach_what_they_name(started, monkeypatch):

@@ -68,16 +68,23 @@ def questions(count=4, seed=0):
     return ask(load("builtin", None)[0], count, random.Random(seed), None)
 
 
+def set_all(patch, values):
+    """Settings of train.py, whose task becomes this file."""
+    import train  # not above: train.py imports this file
+    from nanorook.settings import SETTINGS as known
+
+    patch.setattr(train, "task", sys.modules[__name__])
+    for name, value in values.items():
+        patch.setattr(train, name, value)
+        patch.setitem(known, name, (*known[name][:2], value))
+
+
 def run(out, **changes):
     """train.main() in this process, with these settings; its rows() without the clock."""
     import train
-    from nanorook.settings import SETTINGS as known
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**SETTINGS, "OUT_DIR": str(out), **changes}.items():
-            patch.setattr(train, name, value)
-            patch.setitem(known, name, (*known[name][:2], value))
-        patch.setattr(train, "task", sys.modules[__name__])
+        set_all(patch, {**SETTINGS, "OUT_DIR": str(out), **changes})
         patch.setattr(train, "finish_run", lambda model, out: model.save(out / "model"))
         patch.setattr(sys, "argv", ["train.py"])
         train.main()
