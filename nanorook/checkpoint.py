@@ -13,9 +13,9 @@ import signal
 
 import torch
 
-from nanorook.folder import read_pickle
-
-REQUIRED = {"config.json", "model.safetensors", "trainer.pt"}  # files of every checkpoint
+# What a run leaves in OUT_DIR
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report.html model tensorboard wandb".split()
+MADE += "step-?????? latest .lock .unfinished .latest .model-* .metrics.jsonl .samples.jsonl".split()
 
 
 class CheckpointError(Exception):
@@ -27,29 +27,38 @@ def lock(out, fresh=False):
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = open(out / ".lock", "w")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(f"OUT_DIR={out} is in use by another run; wait for its end, or name another folder.")
     except OSError as error:
         raise CheckpointError(f"OUT_DIR={out} cannot be written to ({error.strerror}); name another folder.")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise CheckpointError(f"OUT_DIR={out} is in use by another run; wait for its end, or name another folder.")
     if fresh:
         clear(out)
     return handle
 
 
+def clear(out):
+    """Deletes what a run has made; refuses if there is anything else."""
+    for path in out.iterdir():
+        if not any(map(path.match, MADE)):
+            raise CheckpointError(f"OUT_DIR={out} holds {path.name}, which no run has made: FRESH=1 deletes nothing.")
+    for path in out.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
 def save(out, model, trainer, keep=2):
     """Writes OUT_DIR/step-N and points `latest` to it; of older ones `keep` - 1 stay, and that of trainer["best"]."""
     folder = out / f"step-{trainer['step']:06d}"
-    part = out / f".{folder.name}"
+    unfinished = out / ".unfinished"
+    part = unfinished / folder.name
     try:
-        flush(out)  # fails if OUT_DIR was deleted meanwhile
-        for stale in unfinished(out):
-            shutil.rmtree(stale, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
         model.save(part)
         torch.save(trainer, part / "trainer.pt")
-        sums = {file.name: digest(file) for file in part.iterdir()}
-        (part / "sums.json").write_text(json.dumps(sums, indent=2))
+        (part / "sums.json").write_text(json.dumps({file.name: digest(file) for file in part.iterdir()}, indent=2))
         for file in [*part.iterdir(), part]:
             flush(file)
         shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +68,7 @@ def save(out, model, trainer, keep=2):
         os.replace(out / ".latest", out / "latest")
         flush(out)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(f"{folder} could not be written ({error.strerror}); the checkpoint before it is whole.")
     for old in folders(out)[keep:]:
         if old.name != f"step-{trainer['best'][1]:06d}":
@@ -68,57 +77,27 @@ def save(out, model, trainer, keep=2):
 
 def load(out, say):
     """(folder, trainer state) of the newest checkpoint that is whole; None where there is no checkpoint at all."""
-    found = folders(out)
-    for folder in found:
+    for folder in folders(out):
         try:
-            sums = json.loads((folder / "sums.json").read_text())
-            for name in {*sums, *REQUIRED}:
-                if digest(folder / name) != sums.get(name):
+            for name, digest_then in json.loads((folder / "sums.json").read_text()).items():
+                if digest(folder / name) != digest_then:
                     raise ValueError(f"{name} has changed")
-            return folder, read_pickle(folder / "trainer.pt")
+            return folder, torch.load(folder / "trainer.pt", "cpu", weights_only=True)
         except Exception as error:  # a damaged pickle may raise anything
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             say(f"{folder} is damaged ({reason}), so the checkpoint before it is used.")
-    if found:
+    if folders(out):
         raise CheckpointError(f"no checkpoint in {out} is whole; start over with FRESH=1.")
     return None
 
 
 def folders(out):
     """The checkpoints, newest first."""
-    found = [folder for folder in out.glob("step-*") if folder.name[5:].isdecimal()]
-    return sorted(found, key=lambda folder: int(folder.name[5:]), reverse=True)
-
-
-def unfinished(out):
-    """What a process that was killed while it saved has left: checkpoints, and the folders in which models are made."""
-    return [path for pattern in (".step-*", "..step-*", ".model-*") for path in out.glob(pattern)]
-
-
-MADE = "settings.json run.json metrics.jsonl samples.jsonl skill.json report.html".split()
-MADE += ["latest", ".lock", "model", "tensorboard", "wandb"]
-
-
-def clear(out):
-    """Deletes what a run has made; refuses if there is anything else."""
-    made = [out / f"{dot}{name}" for name in MADE for dot in ("", ".")]  # with a dot: a file that was being replaced
-    made += [*out.glob("step-*"), *unfinished(out)]
-    strange = [path.name for path in out.iterdir() if path not in made]
-    if strange:
-        raise CheckpointError(f"OUT_DIR={out} holds {strange[0]}, which no run has made, so FRESH=1 deletes nothing.")
-    for path in made:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != ".lock":
-            path.unlink(missing_ok=True)
+    return sorted(out.glob("step-??????"), reverse=True)
 
 
 def digest(file):
-    with open(file, "rb") as content:
-        sha = hashlib.sha256()
-        while block := content.read(1 << 20):
-            sha.update(block)
-        return sha.hexdigest()
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def flush(path):
@@ -130,16 +109,13 @@ def flush(path):
 
 def rewind(file, step):
     """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, or half a line."""
-    if not file.exists():
-        return []
     rows = []
-    for line in file.read_text(errors="replace").splitlines():
+    for line in file.read_text().splitlines() if file.exists() else []:
         try:
-            row = json.loads(line)
-            if row["step"] <= step:
-                rows.append(row)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            rows.append(json.loads(line))
+        except ValueError:
             break
+    rows = [row for row in rows if row["step"] <= step]
     part = file.with_name(f".{file.name}")
     part.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(part, file)

@@ -77,17 +77,17 @@ def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, o
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="step-000002 could not be written"):
         patch.setattr(owner, name, Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
         save(tmp_path, small, 2)
-    assert load(tmp_path)[0] == "step-000001" and not list(tmp_path.glob(".step*"))
+    assert load(tmp_path)[0] == "step-000001" and not (tmp_path / ".unfinished").exists()
 
 
 def test_everything_is_flushed_before_it_gets_its_name(small, tmp_path, monkeypatch):
     events, rename = [], os.rename
     monkeypatch.setattr(checkpoint, "flush", lambda path: events.append(path.name))
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"now {b.name}"), rename(a, b)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(b), rename(a, b)))
     save(tmp_path, small, 1)
     files = {file.name for file in (tmp_path / "step-000001").iterdir()}
-    named = events.index("now step-000001")
-    assert files | {".step-000001"} <= {*events[:named]} and tmp_path.name in events[named:]
+    named = events.index(tmp_path / "step-000001")
+    assert files | {"step-000001"} <= {*events[:named]} and tmp_path.name in events[named:]
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
@@ -100,7 +100,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
 
 def test_fresh_deletes_what_a_run_has_made_and_nothing_else(small, tmp_path):
     save(tmp_path, small, 1)
-    (tmp_path / ".step-000002").mkdir()  # left by a process that was killed
+    (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
     for name in ("metrics.jsonl", "thesis.tex"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match="holds thesis.tex"):
@@ -113,9 +113,10 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(small, tmp_path):
 
 def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "x": NaN}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
-    assert [row["step"] for row in checkpoint.rewind(file, 2)] == [1, 2]
-    assert len(file.read_text().splitlines()) == 2 and file.read_text().endswith("}\n")
+    for step in (2, 5):
+        file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
+        assert [row["step"] for row in checkpoint.rewind(file, step)] == [1, 2, 3][:step]
+        assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3][:step]
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
