@@ -86,9 +86,9 @@ def chromium(url, *options):
 LOOK = """<script>
 const boxes = selector => [...document.querySelectorAll(selector)].map(element => element.getBoundingClientRect());
 document.title = JSON.stringify({
-    inside: boxes('.board, .plot svg, .card').every(box => box.left >= 0 && box.right <= innerWidth && box.width > 100),
+    inside: boxes('.board svg, .plot svg, .card').every(b => b.left >= 0 && b.right <= innerWidth && b.width > 100),
     boards: boxes('.board').length, overflow: document.documentElement.scrollWidth > innerWidth,
-    strangers: document.querySelectorAll('img, script:not(:last-child), [onload], [onmouseover], b b, pre svg').length,
+    strangers: boxes('img, script:not(:last-child), [onload], [onmouseover], b b, figure > pre svg').length,
 });</script>"""
 
 
@@ -102,7 +102,7 @@ def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
     page.write_text(re.sub("<meta http-equiv=.*?>", "", text).replace("</html>", LOOK))
     for width in (1200, 500):
         title = re.search("<title>(.*?)</title>", chromium(page.as_uri(), f"--window-size={width},900")[0])[1]
-        assert json.loads(unescape(title)) == {"inside": True, "overflow": False, "strangers": 0, "boards": 7}
+        assert json.loads(unescape(title)) == {"inside": True, "overflow": False, "strangers": 0, "boards": 6}
 
     page.write_text(text.replace("<main>", "<main><script>document.title = 'owned'</script>"))
     dom, console = chromium(page.as_uri())
@@ -119,8 +119,15 @@ def test_what_was_run_and_how_it_went(run):
     text = report.write(run).read_text()
     for told in ("30 steps", "294,000 completion tokens", "3.0 min", "c0ffee1", "torch 2.13.0", "./train.sh LR=1"):
         assert told in text
-    assert "28 green, 1 yellow, 1 red of 30 steps" in text and 'title="red: 9 to 9"' in text
-    assert '<span class="up">▲ 0.900 ± 0.020</span>' in text and '<span class="down">▼ 1.000 ± 0.100</span>' in text
+    said = re.findall(r'<li><i class="(\w+)"></i>(.*?) <span class="soft">(.*?)</span>', text)
+    assert said[0] == ("green", "green", "28 steps, 1 to 30")
+    assert said[1:] == [("yellow", "look &lt;here&gt;", "step 7"), ("red", "skipped", "step 9")]
+    assert re.findall(r'<i class="(\w+)" style="flex:(\d+)"', text)[1:4] == [
+        ("yellow", "1"),
+        ("green", "1"),
+        ("red", "1"),
+    ]
+    assert '<td class="up">▲ 0.900 ± 0.020</td>' in text and '<td class="down">▼ 1.000 ± 0.100</td>' in text
     assert not re.search(r'(src|href)="(?!#)|url\(|@import|https?://(?!www\.w3\.org)|<script', text)  # needs no network
 
 
@@ -128,28 +135,43 @@ def test_every_metric_of_any_task_is_shown(tmp_path):
     names = [f"letters/{name}" for name in ("reward", "right", "earned/form", "earned/<b>")] + ["x y/reward", "x y/ok"]
     text = report.write(make_run(tmp_path / "run", letter_samples, names)).read_text()
     shown = panels(text)
-    assert shown["Reward"] == ["all", "best answer", "letters", "x y"]
+    assert shown["Reward"] == ["reward", "reward_max", "letters", "x y"]
     assert shown["letters: pieces of the reward"] == ["form", "&lt;b&gt;"]
     assert shown["letters: metrics"] == ["right"] and shown["x y: metrics"] == ["ok"]
     assert "sort: ba" in text and 'class="board"' not in text
+    assert "<b>0.800</b> = 0.500 form + 0.300 letter</p>" in text
     marks = re.findall('<mark style="--share:(.*?)" title="letter .*?">(.*?)</mark>', text)
     assert marks == [("0%", "&lt;"), ("100%", "a"), ("100%", "&lt;"), ("100%", "a")]
 
 
 def test_boards_show_how_good_a_move_is_and_what_is_wrong():
     before, environment, _, after, right, _ = chess_samples()
-    _, pictures = report.pictures([before, after])
-    arrows = [re.findall('class="arrow (.*?)".*?<title>(.*?)</title>', picture) for picture in pictures]
-    assert arrows[0] == [("best faint", "e2e4"), ("legal faint", "h2h4"), ("illegal", "a1a5")]
-    assert arrows[1] == [("five faint", "d2d4"), ("best", "e2e4")]
-    question, pictures = report.pictures([environment, right])
-    assert "<title>e2e4</title>" in question and [picture.count('class="wrong"') for picture in pictures] == [2, 0]
+
+    def arrows(sample):
+        return re.findall('<line [^>]*stroke="(.*?)"[^>]*class="arrow"', report.board(sample))
+
+    faint = "59"
+    assert arrows(before) == [report.BEST + faint, report.LEGAL + faint, report.ILLEGAL]
+    assert arrows(after) == [report.BEST, report.FIVE + faint]
+    assert arrows(environment) == arrows(right) == [report.LEGAL]
+    assert [len(re.findall("<rect[^>]*#dc2626", report.board(one))) for one in (environment, right)] == [2, 0]
+    other_tasks = [{"prompt": p, "truth": None} for p in ("P: ", f"A: {START}", f"P: {START}", f"A: {START}+e9")]
+    for sample in (environment, next(letter_samples()), *other_tasks):
+        assert report.board(sample | {"completion": "no board"}) == ""
 
 
-def test_values_that_are_not_finite_leave_a_gap_and_a_cross(run):
+def test_values_that_are_not_finite_leave_a_gap_and_a_red_line(run):
     figure = re.search("<h3>Gradient norm.*?</figure>", report.write(run).read_text(), re.DOTALL)[0]
     assert re.search('class="raw[^>]*d="([^"]*)"', figure)[1].count("M") == 2  # up to step 8, and from 10 on
-    assert re.search('class="lost" d="([^"]+)"', figure) and "norm not finite" in figure and "axis limit" in figure
+    assert figure.count('class="broken"') == 1 and figure.count('class="limit"') == 1
+
+
+def test_an_explosion_does_not_press_the_rest_to_the_ground():
+    points = [(i, 5e7 if i == 50 else 0.5 + 0.4 * (i % 2)) for i in range(100)]
+    figure = report.plot("", "", [("norm", "c0", points)], 0, 99)
+    heights = re.findall(r" ([\d.]+)", re.search('class="raw[^>]*d="(.*?)h0', figure)[1])
+    assert len(set(heights)) == 3 and ">1e+06<" in figure
+    assert report.marks(0, 1) == [0, 0.5, 1] and report.marks(-0.3, 0.93) == [0, 0.5]
 
 
 def test_long_runs_are_thinned_without_hiding_an_incident():
@@ -159,9 +181,9 @@ def test_long_runs_are_thinned_without_hiding_an_incident():
 
 def test_two_runs_side_by_side(run, tmp_path):
     text = report.write(run, make_run(tmp_path / "other", lr=3e-4)).read_text()
-    assert '<dd class="differs">0.0001 | 0.0003</dd>' in text and text.count('class="differs"') == 1
-    assert panels(text)["Gradient norm"] == ["A norm", "B norm"]
-    assert text.count('class="card"') == 3 and text.count("<b>A before</b>") == 3
+    assert '<div class="values2"><dt>LR</dt><dd>0.0001 | 0.0003</dd>' in text and text.count('"values2"') == 1
+    assert panels(text)["Gradient norm"] == ["A grad_norm", "B grad_norm"]
+    assert text.count('class="card"') == 3 and text.count("<figcaption>A before</figcaption>") == 3
 
 
 def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
