@@ -9,7 +9,11 @@ A task file provides what train.py and the tools that are not about chess ask fo
     LIMITS                              {kind of question: the most tokens that an answer may have}
     grade(question, text, hit_limit, step)    Grade: the reward, its pieces, and metrics to be logged
 
-`config` is the model's, whose `extra` holds what its folder says of the text format. Chess has two kinds of questions:
+Question and Grade are NamedTuples: a Question has `kind`, `prompt` and what grade() needs, a Grade has the fields below.
+A metric "structure" is the share of answers that can be read; a run whose first answers have less than 0.2 of it is
+refused. `config` is the model's, whose `extra` holds what its folder says of the text format.
+
+Chess has two kinds of questions:
 
     policy        P: a position             ->  five candidate moves, their evaluations, the best of them
     environment   A: a position and a move  ->  the next position, reward, terminated, truncated

@@ -355,6 +355,9 @@ def main():
     if found:
         state = found[1]
         settings.compare(state["settings"], say)
+        if state["step"] >= STEPS and (out / "model").exists():
+            refuse(f"{out} holds a finished run of {state['step']} steps; name another OUT_DIR, raise STEPS to go on, "
+                   "or start over with FRESH=1.")  # fmt: skip
         say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
     if len(set(parallel.gather([state["step"]]))) > 1:
         refuse(f"not all processes see the same checkpoints: OUT_DIR={out} has to be a folder that all machines share.")
@@ -385,7 +388,7 @@ def main():
     say(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
         f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
-        say(f"LR={LR:g} is high for a model of this size; LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 is what worked for 124M.")
+        say(f"LR={LR:g} is high for a model of this size; earlier runs of one used LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7.")
     if lead:
         about = monitor.describe("./train.sh", device, dtype)
         past, write = monitor.open_log(out, state["step"] if state["skill"] else -1, about, REPORT_TO, RUN_NAME)
