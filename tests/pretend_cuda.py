@@ -89,8 +89,6 @@ class Functions(TorchFunctionMode):
         if func in GETTERS:
             device = device_of(args[0])
             return device if GETTERS[func] == "device" else device.type == GETTERS[func][3:]
-        if func in (T.cuda, T.cpu):
-            return move(args[0], "cuda" if func is T.cuda else "cpu")
         if func is T.to:
             given = [*args[1:], kwargs.get("device"), kwargs.get("dtype")]
             device = next((value for value in given if isinstance(value, str | torch.device)), None)
@@ -220,10 +218,11 @@ def set_device(device):
 def on(monkeypatch, capability=(9, 0), devices=2):
     NOW.device, NOW.graph, NOW.ambient, NOW.seen = 0, None, CPU, SimpleNamespace(waits=[], captures=[])
     fakes = dict(is_available=True, device_count=devices, get_device_capability=capability, empty_cache=None)
-    fakes |= dict(get_device_name="pretended GPU", max_memory_allocated=0, memory_reserved=0, synchronize=None)
+    fakes["get_device_name"] = "pretended GPU"
     for name, answer in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: NOW.device)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device="cuda": 1e9 * full(device).index)
     for name, fake in dict(set_device=set_device, device=current, CUDAGraph=Graph, graph=capturing).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     with Operators(), Functions():

@@ -3,7 +3,6 @@
 import pytest
 
 from experiments import incidents
-from rewards import Question, grade
 
 
 def first_step(name, label, steps=1, **changes):
@@ -29,15 +28,6 @@ def test_collapse():
     assert by_piece["frac_zero_std"] == 1 and by_piece["grad_norm"] > 0
     scaled, _ = first_step("collapse", "default penalty", KL_COEF=0.0)
     assert scaled["hit_limit"] == 1 and scaled["frac_zero_std"] == 0 and scaled["grad_norm"] > 0
-
-
-def test_cliff():
-    fen = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
-    question = Question("policy", f"P: {fen}", (("e2e4", 30), ("d2d4", 20)))
-    texts = [f"M: {move} d2d4 E: 0.3 0.2 B: {move}" for move in ("e2e4", "g1f3", "e2e5")] + ["d2d4"]
-    assert [incidents.cliff(question, text).reward for text in texts] == [1, -1, -1, -1]
-    graduated = [grade(question, text).reward for text in texts]
-    assert graduated == sorted(graduated, reverse=True) and len(set(graduated)) == 4
 
 
 def test_dropout_is_refused():

@@ -88,47 +88,36 @@ def descendants(pid):
     return [int(child) for child in children] + [grand for child in children for grand in descendants(child)]
 
 
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def start_and_wait(out):
-    """A run that has written its first unit, its partial file, and the processes that it started."""
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path, undisturbed):
+    out = tmp_path / "positions.txt"
     partial, process = Path(f"{out}.partial"), start(out, *GAMES, "--workers", 2)
     wait_for(lambda: partial.exists() and b"# unit 0\n" in partial.read_bytes())
-    return process, partial, descendants(process.pid)
-
-
-def test_killed_and_resumed_with_other_workers_gives_the_same_file(tmp_path, undisturbed):
-    out = tmp_path / "positions.txt"
-    process, partial, family = start_and_wait(out)
-    process.kill()
-    process.communicate()
+    family = descendants(process.pid)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal does: workers and engines get the signal too
+    else:
+        process.kill()
+    err = process.communicate(timeout=60)[1]
     assert not out.exists() and len(family) >= 4  # two workers, two engines
+    if how == signal.SIGINT:
+        assert err.strip().endswith(f"Stopped; the same command continues from {partial}.") and "Traceback" not in err
     wait_for(lambda: not any(map(alive, family)))
 
-    kept = partial.read_bytes() + b"rnbqkbnr/pppp"  # killed in the middle of a line
+    kept = partial.read_bytes() + b"rnbqkbnr/pppp"  # ended in the middle of a line
     partial.write_bytes(kept)
     assert "was started with other settings" in refused(out, *GAMES, "--seed", 1)
     done = kept[: kept.rindex(b"# unit ")].count(b";") // 2
     assert done > 0 and f"Continuing {partial}: {done} positions are done." in run(out, *GAMES, "--workers", 3)
     assert out.read_bytes() == undisturbed and not partial.exists()
     assert "is there already" in refused(out, *GAMES)
-
-
-def test_ctrl_c_ends_with_a_sentence_and_loses_nothing(tmp_path, undisturbed):
-    out = tmp_path / "positions.txt"
-    process, partial, family = start_and_wait(out)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers and engines get the signal too
-    err = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "Traceback" not in err
-    assert err.strip().splitlines()[-1] == f"Stopped; the same command continues from {partial}."
-    wait_for(lambda: not any(map(alive, family)))
-    run(out, *GAMES)
-    assert out.read_bytes() == undisturbed
 
 
 def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):
