@@ -2,10 +2,10 @@
 
 import os
 import re
-import select
 import shutil
 import subprocess
 import sys
+import threading
 
 import chess
 
@@ -36,52 +36,48 @@ def require():
 class Engine:
     """A Stockfish process with one thread, so that a search of so many nodes always gives the same answer."""
 
-    TIMEOUT = 60  # seconds without a line after which the engine counts as stuck
+    TIMEOUT = 60  # seconds for an answer; a search of very many nodes gets more
     INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
 
     def __init__(self, path):
-        pipe = subprocess.PIPE
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:
-            self.process = subprocess.Popen([path], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+            self.process = subprocess.Popen([path], **pipes, errors="replace")  # errors: pipes of text
         except OSError as error:
             raise EngineError(f"cannot be started ({error.strerror})") from None
-        self.unread = b""
         try:
-            self.send("uci")
-            names = [line[8:] for line in self.receive("uciok") if line.startswith("id name ")]
-            options = "Threads value 1", "Hash value 16", f"MultiPV value {CANDIDATES}"
-            self.send(*(f"setoption name {option}" for option in options))
+            names = [line[8:].strip() for line in self.answer("uci", "uciok") if line.startswith("id name ")]
         except BaseException:  # the caller gets no Engine that it could close
             self.close()
             raise
         self.name = names[0] if names else "unknown"
+        for option in ("Threads value 1", "Hash value 16", f"MultiPV value {CANDIDATES}"):
+            self.send(f"setoption name {option}")
 
-    def send(self, *commands):
+    def send(self, command):
         try:
-            self.process.stdin.write("".join(f"{command}\n" for command in commands).encode())
+            print(command, file=self.process.stdin, flush=True)
         except OSError:
             raise EngineError("died") from None
 
-    def receive(self, last):
-        """Yields the engine's lines up to the one that begins with `last`."""
-        line = ""
-        while not line.startswith(last):
-            while b"\n" not in self.unread:
-                if not select.select([self.process.stdout], [], [], self.TIMEOUT)[0]:
-                    raise EngineError(f"said nothing for {self.TIMEOUT} seconds")
-                read = os.read(self.process.stdout.fileno(), 1 << 16)
-                if not read:
-                    raise EngineError("died")
-                self.unread += read
-            line, self.unread = self.unread.split(b"\n", 1)
-            line = line.decode("utf-8", "replace").strip()
-            yield line
+    def answer(self, command, last, nodes=0):
+        """The engine's lines up to the one that begins with `last`. An engine that hangs is killed."""
+        seconds, lines = self.TIMEOUT + nodes / 10**5, []
+        alarm = threading.Timer(seconds, self.process.kill)
+        alarm.start()
+        try:
+            self.send(command)
+            for line in self.process.stdout:
+                lines.append(line)
+                if line.startswith(last):
+                    return lines
+        finally:
+            alarm.cancel()
+        raise EngineError(f"died, or gave no answer for {seconds:g} seconds")
 
     def close(self):
         self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.process.communicate()
 
     def search(self, board, nodes):
         """The best moves as ((uci, centipawns), ...), best first, from the side to move's view.
@@ -93,9 +89,9 @@ class Engine:
         """
         legal = {move.uci() for move in board.legal_moves}
         count = min(CANDIDATES, len(legal))
-        self.send(f"position fen {board.fen()}", f"go nodes {nodes}")
         report, finished = [], []
-        for match in filter(None, map(self.INFO.match, self.receive("bestmove"))):
+        self.send(f"position fen {board.fen()}")
+        for match in filter(None, map(self.INFO.match, self.answer(f"go nodes {nodes}", "bestmove", nodes))):
             depth, rank, unit, score, bound, move = match.groups()
             if rank == "1":
                 report = []

@@ -19,7 +19,7 @@ import torch
 import toy
 import train
 from model import GPT
-from nanorook import checkpoint, monitor, parallel
+from nanorook import checkpoint, monitor
 from nanorook.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -135,7 +135,7 @@ class Killed(BaseException):
 RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, REF_UPDATE_EVERY=2, EPOCHS=2, LR=0.01, LR_SCHEDULE="cosine")
 # The moments at which a run is killed: the nth call of a function, counted from the start of the run.
 MOMENTS = [(train, "evaluate", 1), (train, "evaluate", 2), (train, "rollout", 1), (train, "update", 4)]
-MOMENTS += [(monitor, "open_log", 1), (monitor, "show", 1), (parallel, "finish", 1), (torch, "save", 2)]
+MOMENTS += [(monitor, "open_log", 1), (monitor, "show", 1), (torch, "save", 2)]
 MOMENTS += [(checkpoint, "flush", n) for n in (1, 3, 9, 12)] + [(os, "rename", n) for n in (2, 3, 4)]
 MOMENTS += [(os, "symlink", 2), (os, "replace", 2)]
 
