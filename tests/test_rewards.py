@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import time
+from unittest.mock import Mock
 
 import chess
 import pytest
@@ -51,11 +52,6 @@ def environment(text, fen=START, move="e2e4", text_format="rookworld", **how):
     return grade(Question("environment", prompt, rewards.transition(fen, move)), text, **how)
 
 
-class NoEngine:
-    def label(self, fen):
-        return ()
-
-
 @pytest.fixture(autouse=True)
 def fresh_labels():
     """No label that another test has got is still known."""
@@ -93,7 +89,7 @@ def damaged(draw):
 def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit, labelled, step):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewards, "REWARD_WARMUP_STEPS", 10)
-        patch.setattr(rewards, "labeller", NoEngine)
+        patch.setattr(rewards, "labeller", lambda: Mock(label=lambda fen: ()))
         labels = label(START) if labelled else ()
         results = [policy(text, labels=labels, hit_limit=hit_limit, step=step)]
         results.append(environment(text, hit_limit=hit_limit, step=step))
@@ -107,7 +103,7 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert (result.reward == MALFORMED) == (names == ("malformed",)) == (result.metrics["structure"] == 0)
 
 
-HOSTILE = ["a" * 2**22, "M: E: B: " * 2**19, "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]
+HOSTILE = ["M: E: B: " * 2**19, "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]
 HOSTILE += ["8" * 4000 + "+0.001+0+0", "/" * 4000 + "+0.001+0+0", AFTER + "+0." + "3" * 3900 + "+0+0"]
 
 
@@ -126,8 +122,8 @@ def test_hostile_text_takes_milliseconds(text):
 WEIGHTS = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}
 
 
-def group(kind):
-    """Answers that differ in each piece; the last one hits its limit."""
+def advantages(monkeypatch, kind, credit):
+    """What train.py makes of answers that differ in each piece; a token is a character, the last one hits its limit."""
     if kind == "policy":
         five, numbers = [uci for uci, _ in label(START)], [cp / 100 for _, cp in label(START)]
         other = [uci for uci in legal_moves(START) if uci not in five]
@@ -137,34 +133,28 @@ def group(kind):
         texts = [AFTER + "+0.001+0+0", AFTER.replace("4P3", "3P4") + "+0.5+1+0", START + "+-1+0+1", ""]
         texts += [AFTER.replace(" b", " w") + "+0.001+1+1", "x+0.001+0+0"]
     task = {"policy": policy, "environment": environment}[kind]
-    return texts, [task(text, hit_limit=i == len(texts) - 1) for i, text in enumerate(texts)]
-
-
-def advantages(kind, credit):
-    """As train.py makes them, with a token for each character."""
-    texts, grades = group(kind)
+    grades = [task(text, hit_limit=i == len(texts) - 1) for i, text in enumerate(texts)]
     samples = [train.Sample(None, text, range(1, len(text) + 1), False, g) for text, g in zip(texts, grades)]
     batch = Batch(*[None] * 2, torch.zeros(len(texts), 1 + max(map(len, texts))), *[None] * 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "CREDIT", credit)
-        patch.setattr(train, "GROUP_SIZE", len(texts))
-        return train.with_advantages(batch, samples, torch.tensor(1.0)).advantages
+    monkeypatch.setattr(train, "CREDIT", credit)
+    monkeypatch.setattr(train, "GROUP_SIZE", len(texts))
+    return train.with_advantages(batch, samples, None).advantages
 
 
 @pytest.mark.parametrize("credit", ["piece", "answer"])
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in WEIGHTS for name in WEIGHTS[kind]])
 def test_a_changed_weight_changes_the_advantages(monkeypatch, kind, name, credit):
-    before, weight = advantages(kind, credit), WEIGHTS[kind][name]
+    before, weight = advantages(monkeypatch, kind, credit), WEIGHTS[kind][name]
     assert weight > 0 and math.fsum(WEIGHTS[kind].values()) == pytest.approx(1, abs=1e-12)
     monkeypatch.setitem(WEIGHTS[kind], name, 2 * weight)
-    assert (advantages(kind, credit) - before).abs().max() > 1e-3
+    assert (advantages(monkeypatch, kind, credit) - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name, value", [("MALFORMED", -0.6), ("WASTED", 1.0), ("RUNAWAY_PENALTY_MULTIPLIER", 0.5)])
 def test_a_changed_penalty_changes_the_advantages(monkeypatch, name, value):
-    before = advantages("policy", "piece")
+    before = advantages(monkeypatch, "policy", "piece")
     monkeypatch.setattr(rewards, name, value)
-    assert (advantages("policy", "piece") - before).abs().max() > 1e-3
+    assert (advantages(monkeypatch, "policy", "piece") - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("text_format", FORMATS)
@@ -306,22 +296,16 @@ def test_the_best_move_is_best_for_the_side_to_move():
 
 
 def test_a_position_without_labels_is_labelled_once(monkeypatch):
-    asked = []
-
-    class Fake:
-        def label(self, fen):
-            asked.append(fen)
-            return label(fen)
-
-    monkeypatch.setattr(rewards, "Labeller", Fake)
+    engine = Mock(label=Mock(side_effect=label))
+    monkeypatch.setattr(rewards, "Labeller", lambda: engine)
     for text in GOOD, "M: e2e4 E: 0 B: e2e4":
         result, labelled = policy(text, labels=()), policy(text)
         assert (result.reward, result.pieces) == (labelled.reward, labelled.pieces)
-    assert asked == [START]  # the rows of a group share their position
+    engine.label.assert_called_once_with(START)  # the rows of a group share their position
 
 
 def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch):
-    monkeypatch.setattr(rewards, "labeller", NoEngine)
+    monkeypatch.setattr(rewards, "labeller", lambda: Mock(label=lambda fen: ()))
     moves = legal_moves(START)
     legal, illegal = (policy(answer(moves[:5], [0] * 5, best), labels=()) for best in (moves[0], "a1a1"))
     names = "structure", "parse", "clean", "listed", "candidates_legal", "legal"
