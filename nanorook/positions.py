@@ -100,16 +100,16 @@ def split(positions):
 # Lines of text
 
 UCI = "[a-h][1-8][a-h][1-8][qrbn]?"
-CP = r"-?\d{1,7}"  # 99999 is a mate; the length is limited because int() and float() refuse very long numbers
+CP = r"-?\d{1,7}"  # 99999 is a mate
 BOARD = r"[1-8.pnbrqkPNBRQK/]+ [wb] [-A-Ha-hKQkq]+ (?:-|[a-h][36])"  # the first four fields of a FEN
 OURS = re.compile(rf"({BOARD} \d+ \d+);((?:{UCI}(?: {UCI})*)?);((?:{UCI}:{CP}(?: {UCI}:{CP})*)?)")
 POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.\d+)?\s+)+)B: {UCI}")
-ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} ?)+)\+([^+]+)\+-?\d(?:\.\d+)?\+[01]\+[01]")
+ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} )*)\2 ?\+[^+]+\+-?\d(?:\.\d+)?\+[01]\+[01]")
 FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
 
 EXPECTED = (
     "a FEN, an EPD, 'FEN;recent moves;move:centipawns ...', 'P: FEN M: moves E: evaluations B: move' "
-    "or 'A: FEN+move+recent moves+next FEN+reward+terminated+truncated'"
+    "or 'A: FEN+move+recent moves and the move+next FEN+reward+terminated+truncated'"
 )
 VERIFIED_LINES = 5_000  # at the start of a file in our own format, see `read_lines`
 
@@ -126,24 +126,11 @@ def split_moves(text):
 
 
 def read_position(line):
-    """The position of a line in our own format."""
-    match = OURS.fullmatch(line)
-    if not match:
-        raise ValueError("expected 'FEN;recent moves;move:centipawns ...'")
-    moves = []
-    for label in match[3].split():
-        uci, cp = label.split(":")
-        moves.append((sys.intern(uci), int(cp)))
-    fen = contract_board(match[1])
-    if fen.count("/") != 7 or fen.split(" ")[3] != "-":
-        # Some programs write an en passant square that no pawn can use. python-chess removes it, so that
-        # `held_out` hashes the same text. It also refuses a board without eight ranks.
-        fen = chess.Board(fen).fen()
-    return Position(fen, split_moves(match[2])[-10:], tuple(moves))
-
-
-def read_line(line):
     """The position of a line in any of the formats."""
+    if match := OURS.fullmatch(line):
+        labels = (label.split(":") for label in match[3].split())
+        moves = tuple((sys.intern(uci), int(cp)) for uci, cp in labels)
+        return Position(contract_board(match[1]), split_moves(match[2])[-10:], moves)
     if match := POLICY.fullmatch(line):
         moves, evals = split_moves(match[2]), match[3].split()
         if len(moves) != len(evals):
@@ -151,16 +138,11 @@ def read_line(line):
         # Sorted by evaluation. `B:` is ignored: for Black, the original data has the worst of the five there.
         labels = sorted(zip(moves, (round(100 * float(e)) for e in evals)), key=lambda label: -label[1])
         return Position(contract_board(match[1]), (), tuple(labels))
-    if match := ENVIRONMENT.fullmatch(line):
-        fen, asked, history, _ = match.groups()  # the next state comes from the rules, not from the line
-        if split_moves(history)[-1] != asked:
-            raise ValueError(f"expected the recent moves to end with the move, {asked}")
-        return Position(contract_board(fen), split_moves(history)[-10:-1], (), asked)
+    if match := ENVIRONMENT.fullmatch(line):  # the next state comes from the rules, not from the line
+        return Position(contract_board(match[1]), split_moves(match[3])[-9:], (), match[2])
     if match := FEN_OR_EPD.fullmatch(line):
         return Position(contract_board(match[1]) + (match[2] or " 0 1"), (), ())
-    if not OURS.fullmatch(line):
-        raise ValueError(f"expected {EXPECTED}, found {line[:40]!r}")
-    return read_position(line)
+    raise ValueError(f"expected {EXPECTED}, found {line[:40]!r}")
 
 
 def verify(position):
@@ -178,18 +160,19 @@ def read_lines(lines):
     """Yields (line number, positions or ValueError).
 
     Verifying a labelled line takes 80 microseconds, ten times as long as reading it. Lines in our own format
-    were written from verified positions, so only the first VERIFIED_LINES of a file are verified again:
-    enough to notice a file that another program wrote, and half a million lines load in seconds.
+    were written from verified positions, so only the first VERIFIED_LINES of a file are verified again, which is
+    enough to notice a file that another program wrote, and lines with an en passant square: where no pawn can use
+    it, python-chess removes it, so that `held_out` hashes the same text for the same board.
     """
     for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue
         try:
-            if number > VERIFIED_LINES and OURS.fullmatch(line):
-                yield number, [read_position(line)]
-            else:
-                yield number, [verify(read_line(line))]
+            position = read_position(line)
+            if number <= VERIFIED_LINES or not OURS.fullmatch(line) or position.fen.split(" ")[3] != "-":
+                position = verify(position)
+            yield number, [position]
         except ValueError as error:
             yield number, error
 
@@ -198,45 +181,36 @@ def read_lines(lines):
 # Games (PGN)
 
 
-class GameReader(chess.pgn.BaseVisitor):
-    """Collects the positions of a game's main line, each with the move that was played in it."""
-
-    def begin_game(self):
-        self.positions, self.history, self.error = [], (), None
-
-    def begin_variation(self):
-        return chess.pgn.SKIP
-
-    def visit_move(self, board, move):
-        if not self.positions and (type(board) is not chess.Board or board.chess960 or not board.is_valid()):
-            self.error = ValueError("expected a game of standard chess from a possible position")
-        if not move:
-            self.error = ValueError("expected moves, found a null move")
-        self.positions.append(Position(board.fen(), self.history[-10:], (), sys.intern(move.uci())))
-        self.history = (*self.history[-9:], self.positions[-1].asked)
-
-    def handle_error(self, error):
-        self.error = self.error or ValueError(f"expected a game without errors, found {error}")
-
-    def result(self):
-        return self.error or self.positions
+class Quiet(chess.pgn.GameBuilder):
+    def handle_error(self, error):  # python-chess would also print it
+        self.game.errors.append(error)
 
 
 def read_games(text):
     """Yields (line number, positions or ValueError) for each game of a PGN."""
-    file, line, counted = io.StringIO(text), 1, 0
-    while True:
+    file, line, start = io.StringIO(text), 1, 0
+    while game := chess.pgn.read_game(file, Visitor=Quiet):
+        game_text = text[start : file.tell()]
         start = file.tell()
-        try:
-            result = chess.pgn.read_game(file, Visitor=GameReader)
-        except ValueError as error:  # for example a number with thousands of digits
-            result = ValueError(f"expected a game that python-chess reads, found {error}")
-        if result is None:
-            return
-        start += len(text[start : file.tell()]) - len(text[start : file.tell()].lstrip())
-        line += text.count("\n", counted, start)
-        counted = start
-        yield line, result
+        first = line + game_text[: -len(game_text.lstrip())].count("\n")
+        line += game_text.count("\n")
+        yield first, positions_of(game)
+
+
+def positions_of(game):
+    """Those of a game's main line, each with the move that was played in it; or a ValueError."""
+    if game.errors:
+        return ValueError(f"expected a game without errors, found {game.errors[0]}")
+    board, found, history = game.board(), [], []
+    if type(board) is not chess.Board or board.chess960 or not board.is_valid():
+        return ValueError("expected a game of standard chess from a possible position")
+    for move in game.mainline_moves():
+        if not move:
+            return ValueError("expected moves, found a null move")
+        found.append(Position(board.fen(), tuple(history[-10:]), (), sys.intern(move.uci())))
+        history.append(found[-1].asked)
+        board.push(move)
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -252,15 +226,9 @@ def read_text(path):
         content = Path(path).read_bytes()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise DataError(f"{path}: the gzip file is damaged or cut short; make or fetch it again.")
-    except OSError as error:
-        raise DataError(f"{path}: expected a file of positions, but it cannot be read ({error.strerror}).")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: expected text in UTF-8, found the byte 0x{content[error.start]:02x}.")
+        return content.decode("utf-8-sig", "replace")  # a Latin-1 PGN loses only letters of names
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: expected a file of positions, but it cannot be read ({error}).")
 
 
 def hub_lines(name):
@@ -279,11 +247,9 @@ def hub_lines(name):
             raise FileNotFoundError(f"it has no {first}")
         batches = ParquetFile(files[0]).iter_batches(columns=["text"])
         return list(itertools.islice((line for batch in batches for line in batch["text"].to_pylist()), HUB_LINES))
-    except ImportError:
-        raise DataError(f"hub:{name} needs pyarrow to be read: pip install pyarrow.")
-    except Exception as error:  # offline, unknown, private, full disk: each raises another class
+    except Exception as error:  # offline, unknown, private, without pyarrow: each raises another class
         reason = str(error).strip().split("\n")[0]
-        raise DataError(f"hub:{name}: the hub did not give the dataset: {type(error).__name__} {reason}")
+        raise DataError(f"hub:{name} cannot be read: {type(error).__name__} {reason}")
 
 
 def load(source):

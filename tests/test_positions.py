@@ -1,6 +1,5 @@
 """nanorook/positions.py against python-chess: rules, mirror, PGN writer; and every format that is read."""
 
-import collections
 import gzip
 import random
 
@@ -109,29 +108,6 @@ def test_builtin(builtin):
 # Moves to ask about
 
 
-def test_moves_to_ask_about_are_of_every_kind(builtin):
-    rng, kinds, count = random.Random(4), collections.Counter(), 4000
-    for position in rng.sample(builtin, count):
-        board = chess.Board(position.fen)
-        move = chess.Move.from_uci(P.environment_move(board, rng, 1 / 4, position.moves[0][0]))
-        if not board.is_legal(move):
-            piece = board.piece_at(move.from_square)
-            kinds.update(["illegal", "own piece" if piece and piece.color == board.turn else "other square"])
-            kinds["king in check"] += board.is_pseudo_legal(move)
-            continue
-        kinds["en passant"] += board.is_en_passant(move)
-        kinds["castling"] += board.is_castling(move)
-        kinds["promotion"] += move.promotion == chess.QUEEN
-        kinds["underpromotion"] += move.promotion in (chess.KNIGHT, chess.BISHOP, chess.ROOK)
-        if end := P.game_end(board, move):
-            kinds[end.name] += 1
-    assert 0.22 < kinds["illegal"] / count < 0.28
-    least = {"own piece": 120, "other square": 120, "king in check": 60, "en passant": 5, "castling": 50}
-    least |= {"promotion": 8, "underpromotion": 15, "CHECKMATE": 20, "STALEMATE": 2}
-    for kind, number in least.items():
-        assert kinds[kind] >= number, (kind, kinds)
-
-
 def test_the_move_that_mates_is_asked_about_often_and_where_none_is_legal_an_illegal_one():
     rng, board = random.Random(5), chess.Board(MATE_IN_ONE)
     assert 120 < sum(P.environment_move(board, rng, 1 / 4, "a1a8") == "a1a8" for _ in range(200)) < 190
@@ -165,11 +141,13 @@ def test_own_format_round_trip(positions, tmp_path, name):
     assert P.load(save(path, expanded)) == positions
 
 
-def test_an_en_passant_square_that_no_pawn_can_use_is_removed():
+@pytest.mark.parametrize("verified", [0, 1])
+def test_an_en_passant_square_that_no_pawn_can_use_is_removed(tmp_path, monkeypatch, verified):
     """One board must not be held out in one spelling and trained on in the other."""
+    monkeypatch.setattr(P, "VERIFIED_LINES", verified)
     fen = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq {} 0 1"
-    assert P.read_position(fen.format("e3") + ";e2e4;").fen == fen.format("-")
-    assert P.read_position(f"{EN_PASSANT};d7d5;").fen == EN_PASSANT
+    path = save(tmp_path / "a.txt", [fen.format("e3") + ";e2e4;", f"{EN_PASSANT};d7d5;"])
+    assert [position.fen for position in P.load(path)] == [fen.format("-"), EN_PASSANT]
 
 
 @pytest.mark.parametrize("write", [str, P.expand_board])
@@ -225,12 +203,14 @@ def test_pgn(tmp_path, name):
     assert P.load(save(tmp_path / name, texts)) == expected
 
 
-@pytest.mark.parametrize("bad", ["1. e4 e4 *", '[FEN "what"]\n\n1. e4 *', f"1. e4 ${'9' * 5000} e5 *"])
+@pytest.mark.parametrize(
+    "bad", ["1. e4 e4 *", "1. e4 -- *", '[FEN "what"]\n\n1. e4 *', '[Variant "Atomic"]\n\n1. e4 *']
+)
 def test_bad_games_are_left_out_if_they_are_few(tmp_path, capfd, bad):
     good = '[Event "x"]\n\n1. e4 e5\n2. Nf3 *\n\n'
     (tmp_path / "few.pgn").write_text(good * 200 + bad + "\n\n" + good)
     assert len(P.load(tmp_path / "few.pgn")) == 3 * 201
-    assert "1 of 202 games" in capfd.readouterr().err
+    assert capfd.readouterr().err.startswith(f"{tmp_path}/few.pgn: left out 1 of 202 games")
     (tmp_path / "many.pgn").write_text(good + "\n\n" + bad)
     with pytest.raises(DataError, match="many.pgn, line 8: expected .*1 of 2 games"):
         P.load(tmp_path / "many.pgn")
@@ -255,7 +235,7 @@ def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence():
-    with pytest.raises(DataError, match="^hub:nobody/nothing: (the hub did not give|.*pyarrow)") as error:
+    with pytest.raises(DataError, match="^hub:nobody/nothing cannot be read: ") as error:
         P.load("hub:nobody/nothing")
     assert "\n" not in str(error.value)
 
@@ -264,18 +244,15 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence():
 # Bad files
 
 BAD_FILES = [
-    (None, "expected a file of positions"),
-    (b"\n\n# only a comment\n", "found none"),
-    (START.encode() + b"\n# caf\xe9\n", "line 2: expected text in UTF-8, found the byte 0xe9"),
-    (gzip.compress(START.encode() * 999)[:-9], "damaged or cut short"),
-    (b"Hello, world", "line 1: expected a FEN, an EPD, .* found 'Hello, world'"),
-    (b"\n\n4k3/8/8/8/8/8/8/4K2r b - - 0 1", "line 3: expected a position that chess allows"),  # the king can be taken
-    (b"4k3/8/8/8/8/8/4K3 w - - 0 1", "line 1: "),  # seven ranks
+    (None, "expected a file of positions, but it cannot be read"),
+    (gzip.compress(START.encode() * 999)[:-9], "expected a file of positions, but it cannot be read"),
+    (b"# only a comment\n", "expected positions, found none"),
+    (b"\n\nHello, world", "line 3: expected a FEN, an EPD, .* found 'Hello, world'"),
+    (b"4k3/8/8/8/8/8/8/4K2r b - - 0 1", "line 1: expected a position that chess allows"),  # the king can be taken
     (f"{START};;e2e5:10", "line 1: illegal uci: 'e2e5'"),
     (f"{START};;e2e4:10 d2d4:15", "line 1: expected each move once, best first"),
-    (f"{START};;e2e4:{'9' * 400}", "line 1: expected a FEN"),  # would not fit into a float
     (f"P: {START}   M: e2e4 d2d4 E: 0.3 B: e2e4", "line 1: expected as many evaluations as moves"),
-    (f"A: {START}+e2e4+d2d4+{START}+0.001+0+0", "line 1: expected the recent moves to end with"),
+    (f"A: {START}+e2e4+d2d4+{START}+0.001+0+0", "line 1: expected .*recent moves and the move"),
 ]
 
 

@@ -73,8 +73,6 @@ def test_transition_by_hand(fen, move, expected):
     "fen, move",
     [
         (START, "a1a3"),  # through its own pawn
-        (START, "e7e5"),  # the opponent's piece
-        (START, "e4e5"),  # an empty square
         ("4k3/4r3/8/8/8/8/4B3/4K3 w - - 0 1", "e2d3"),  # pinned
         ("4kr2/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1"),  # castles through check
         ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8"),  # promotes to nothing
@@ -105,15 +103,23 @@ def test_environment_questions_have_every_kind(positions):
     rng, kinds = random.Random(4), collections.Counter()
     for position in positions:
         question = rewards.environment_question(position, rng, "rookworld", 1 / 4)
-        fen, move, *_ = question.prompt.removeprefix("A: ").split("+")
-        kinds["illegal"] += question.truth[3]
-        if not question.truth[3]:
-            board = chess.Board(fen)
-            board.push_uci(move)
-            kinds["promotion"] += len(move) == 5
-            kinds[board.outcome().termination.name if question.truth[2] else ""] += 1
+        fen, uci, *_ = question.prompt.removeprefix("A: ").split("+")
+        board, move = chess.Board(fen), chess.Move.from_uci(uci)
+        if question.truth[3]:
+            piece = board.piece_at(move.from_square)
+            kinds.update(["illegal", "own piece" if piece and piece.color == board.turn else "other square"])
+            kinds["king in check"] += board.is_pseudo_legal(move)
+        else:
+            kinds["en passant"] += board.is_en_passant(move)
+            kinds["castling"] += board.is_castling(move)
+            kinds["promotion"] += move.promotion == chess.QUEEN
+            kinds["underpromotion"] += move.promotion in (chess.KNIGHT, chess.BISHOP, chess.ROOK)
+            end = P.game_end(board, move)
+            kinds[end.name if end else ""] += 1
     assert 0.22 < kinds["illegal"] / len(positions) < 0.28
-    least = {"promotion": 23, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25, "INSUFFICIENT_MATERIAL": 1}
+    least = {"own piece": 120, "other square": 120, "king in check": 60, "en passant": 5, "castling": 50}
+    least |= {"promotion": 8, "underpromotion": 15, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25}
+    least |= {"INSUFFICIENT_MATERIAL": 1}
     assert all(kinds[kind] >= number for kind, number in least.items()), kinds
 
 
