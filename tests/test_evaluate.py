@@ -6,16 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import chess
 import pytest
-import torch
 
 import rewards
 from nanorook import monitor, positions, stockfish
-from rollout import Batch
-from tools import evaluate
+from test_games import answer_by, answer_of, true_environment
+from tools import evaluate, games
 
 ROOT = Path(__file__).parent.parent
 POSITIONS = positions.load("builtin")[:6000]
@@ -23,10 +21,6 @@ HELD_OUT = positions.split(POSITIONS)[1]
 LABELS = {position.fen: position.moves for position in POSITIONS}
 MATE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"  # a1a8
 QUEENS = "3qk3/8/8/8/8/8/3Q4/4K3 w - - 0 1"  # whoever is to move takes a queen
-
-
-def answer_of(move):
-    return f"M: {move} E: 0.0 B: {move}"
 
 
 def perfect_policy(fen):
@@ -37,63 +31,45 @@ def perfect_policy(fen):
     return answer_of((*evaluate.mating_moves(board), *(move.uci() for move in board.legal_moves))[0])
 
 
-def perfect_environment(fen, move, history):
-    return rewards.environment_completion(*rewards.transition(fen, move), "expanded")
+def no_promotions(fen, move, history):
+    return true_environment(fen, move, history) if len(move) == 4 else "nonsense"
 
 
 @pytest.fixture
-def player(byte_model, monkeypatch):
-    """player(policy, environment): a model that answers as these functions of (fen) and of (fen, move, history) do."""
+def measure(byte_model, monkeypatch):
+    """measure(policy, environment): {section: {row: figure}} of a model that answers as these functions do."""
 
-    def make(policy=perfect_policy, environment=perfect_environment):
-        def generate(model, prompts, *_, **__):
-            tokenizer, texts = model.tokenizer, []
-            for prompt in map(tokenizer.decode, prompts):
-                fen, *rest = prompt[3:].strip().split("+")
-                fen = positions.contract_board(fen)
-                texts.append(environment(fen, rest[0], rest[1].split()) if rest else policy(fen))
-            rows = [tokenizer.encode(text) + [tokenizer.eos] for text in texts]
-            tokens = torch.tensor([row + [tokenizer.eos] * (max(map(len, rows)) - len(row)) for row in rows])
-            return Batch(None, None, tokens, tokens >= 0, torch.zeros(tokens.shape), torch.zeros(len(rows)) > 0)
-
-        monkeypatch.setattr(evaluate, "generate", generate)
-        return byte_model
+    def make(policy=perfect_policy, environment=true_environment, some=HELD_OUT, mates=(), openings=(), engine=None):
+        answer_by(monkeypatch, policy, environment)
+        sections = evaluate.measure(byte_model, 0.0, some, {"mate in one": list(mates)}, openings, engine, judged=20)
+        return {name: {row: evaluate.figure(c) for row, c in columns.items()} for name, columns in sections.items()}
 
     return make
 
 
-def measure(model, some=HELD_OUT, mates=(), engine=None, **options):
-    a = SimpleNamespace(**{"judged": 20, "self_play": 0, "rows": 512} | options)
-    sections = evaluate.measure(model, some, {"mate in one": list(mates)}, engine, a, 0.0)
-    return {section: {row: evaluate.figure(c) for row, c in columns.items()} for section, columns in sections.items()}
-
-
-def test_a_perfect_player_is_perfect_in_every_row(player):
+def test_a_perfect_player_is_perfect_in_every_row(measure):
     """The engine is not needed: no move is outside of the labels."""
     some = [position for position in HELD_OUT if len(position.moves) > 1]
-    found = measure(player(), some, evaluate.find_mates(POSITIONS, 50), engine=object(), self_play=4)
+    mates, openings = evaluate.find_mates(POSITIONS, 50), games.openings(some, 4)
+    found = measure(some=some, mates=mates, openings=openings, engine=object())
     for section in ("policy", "environment"):
         for row, figure in found[section].items():
             assert figure == ((0, 0) if row.endswith("pawns") else (1, 0)), row
     assert found["self-play"]["illegal moves"] == (0, 0)
-    rows = {row for section in found.values() for row in section}
-    assert {f"{row}: {side}" for row in ("legal move", "best move") for side in ("White", "Black", "in check")} <= rows
+    assert {"mate in one", "best move agrees with own evaluations"} <= set(found["policy"])
+    assert "next state: legal move, short history" in found["environment"]
 
 
-@pytest.mark.parametrize("what, test", [("White", lambda board: board.turn), ("in check", chess.Board.is_check)])
-def test_sides_and_checks_are_told_apart(player, what, test):
-    model = player(lambda fen: perfect_policy(fen) if test(chess.Board(fen)) else answer_of("a1a1"))
-    found = measure(model)["policy"]
-    assert found[f"legal move: {what}"] == found[f"best move: {what}"] == (1, 0)
-    share = sum(test(chess.Board(position.fen)) for position in HELD_OUT) / len(HELD_OUT)
-    assert found["legal move"][0] == pytest.approx(share) and 0 < share < 1
-
-
-def test_an_environment_that_does_not_know_one_thing_fails_in_its_row_alone(player):
-    def no_promotions(fen, move, history):
-        return perfect_environment(fen, move, history) if len(move) == 4 else "nonsense"
-
-    found = measure(player(environment=no_promotions))["environment"]
+def test_what_a_model_cannot_do_is_seen_in_the_rows_of_that_alone(measure):
+    found = measure(lambda fen: perfect_policy(fen) if fen.split()[1] == "w" else answer_of("a1a1"), no_promotions)
+    boards = [chess.Board(position.fen) for position in HELD_OUT]
+    checks = [board.turn for board in boards if board.is_check()]
+    white = sum(board.turn for board in boards) / len(boards), sum(checks) / len(checks)
+    assert 0 < min(white) and max(white) < 1
+    for row in ("legal move", "best move"):
+        figures = [found["policy"][f"{row}{what}"][0] for what in ("", ": in check", ": White", ": Black")]
+        assert figures == pytest.approx([*white, 1, 0])
+    found = found["environment"]
     assert found["next state: promotion"] == (0, 0)
     assert found["next state: castling"] == found["next state: illegal move"] == (1, 0)
     assert 0 < 1 - found["structure"][0] == pytest.approx(1 - found["next state"][0])
@@ -108,7 +84,8 @@ def test_kinds_of_moves_are_recognised():
         (MATE, "a1b2", {"illegal move"}),
     ):
         prompt = rewards.environment_prompt(fen, move, [move], "expanded")
-        assert evaluate.kinds(rewards.Question("environment", prompt, ())) == expected, (fen, move)
+        question = rewards.Question("environment", prompt, rewards.transition(fen, move))
+        assert {kind for kind, of_kind in evaluate.kinds(question).items() if of_kind} == expected, (fen, move)
 
 
 @pytest.mark.needs("stockfish")
@@ -118,7 +95,7 @@ def test_what_a_move_gives_away_comes_from_the_label_or_from_stockfish():
 
     def lost(move, engine):
         text = answer_of(move)
-        return evaluate.pawns_lost(engine, question, text, rewards.grade(question, text))
+        return evaluate.pawns_lost(engine, chess.Board(QUEENS), question, text, rewards.grade(question, text))
 
     assert lost("d2d1", None) == 6  # a label
     assert 14 <= lost("d2d6", engine) <= 19  # from a queen up to a queen down; evaluations count up to ten pawns
@@ -147,19 +124,6 @@ def test_bigbench_games_are_read(tmp_path):
     assert mating == {"h5f7"} and fen.startswith("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq")
 
 
-def test_self_play_counts_half_moves_before_an_illegal_one_or_the_end(player):
-    def until_move_6(fen):
-        moves = sorted(move.uci() for move in chess.Board(fen).legal_moves)
-        return answer_of("e1e9" if int(fen.split()[-1]) == 6 else random.Random(fen).choice(moves))
-
-    columns = evaluate.self_play(player(until_move_6), [chess.STARTING_FEN] * 2, 0.0, 1)
-    assert columns == {"half-moves before an illegal one": [(10, 1)] * 2, "illegal moves": [(1, 11)] * 2}
-    mate = {"w": ["f2f3", "g2g4"], "b": ["e7e5", "d8h4"]}
-    model = player(lambda fen: answer_of(mate[fen.split()[1]][int(fen.split()[-1]) - 1]))
-    columns = evaluate.self_play(model, [chess.STARTING_FEN], 0.0, 1)
-    assert columns == {"half-moves before an illegal one": [(4, 1)], "illegal moves": [(0, 4)]}
-
-
 def test_figures_and_differences_are_those_computed_by_hand():
     assert evaluate.figure(evaluate.column([1, None, 0, 1, None]))[0] == pytest.approx(2 / 3)  # None: not known
     answers = [evaluate.agrees(f"M: e2e4 d2d4 E: {evals} B: d2d4") for evals in ("0.1 0.3", "0.3 0.1", "0.3 0.3")]
@@ -172,12 +136,15 @@ def test_figures_and_differences_are_those_computed_by_hand():
     assert 0 < half < mean < evaluate.figure(a)[1] + evaluate.figure(b)[1]
 
 
-def test_intervals_hold_what_they_say():
-    """The true share of illegal moves is within it in 95 of 100 experiments."""
+def test_intervals_of_differences_hold_what_they_say():
+    """Illegal moves in games of any length: the true difference is within the interval in 95 of 100 experiments."""
     rng, held = random.Random(2), 0
+
+    def share(chance):
+        return [(sum(rng.random() < chance for _ in range(n)), n) for n in (rng.randrange(1, 40) for _ in range(60))]
+
     for _ in range(300):
-        games = [(sum(rng.random() < 0.1 for _ in range(n)), n) for n in (rng.randrange(1, 40) for _ in range(60))]
-        mean, half = evaluate.figure(games)
+        mean, half = evaluate.difference(share(0.1), share(0.2))
         held += abs(mean - 0.1) <= half
     assert 270 <= held <= 297
 
@@ -211,7 +178,7 @@ def test_the_command_compares_two_models(run, tmp_path):
 def test_the_command_prints_one_model_beside_the_published_one(run):
     out = run("one", "--data", "some.txt", "--positions", 2, "--temperature", 0, 0.7, "--judged", 0).out
     rows = [re.split(r" *\| *", line.strip("| ")) for line in out.splitlines() if line.startswith("|")]
-    assert rows[0][-3:] == ["greedy", "T=0.7", "RookWorld-LM 124M"]
+    assert rows[0][-3:] == ["T=0", "T=0.7", "RookWorld-LM 124M"]
     assert ["best move", "2", "0.0 ± 0.0 %", "0.0 ± 0.0 %", "16.6 %"] in rows
 
 

@@ -12,27 +12,23 @@ A row of the table is computed from a column, a list with one (value, weight) fo
 
 import argparse
 import json
-import math
-import os
 import random
 import sys
 from functools import lru_cache
 from io import StringIO
+from itertools import compress
 from pathlib import Path
 
 import chess
 import chess.pgn
-import torch
-from tqdm import tqdm
 
 import rewards
 from model import GPT
 from nanorook import hardware, monitor, stockfish
 from nanorook.positions import DataError, board_key, contract_board, game_end, held_out
 from nanorook.tokenizer import LoadError
-from rollout import generate, read
-
-LONGEST_GAME = 200  # half-moves, in self-play; RookWorld-LM's games against itself last 36
+from tools import games
+from tools.games import best_moves, progress, sample
 
 POLICY = {  # row of the table: the metric of rewards.grade it shows
     "structure": "structure",
@@ -56,89 +52,45 @@ PUBLISHED = {  # RookWorld-LM 124M, on positions of its own
     "environment": {"next state": 0.9961, "reward": 0.9911, "terminated": 0.9913, "truncated": 0.9998},
     "self-play": {"half-moves before an illegal one": 36.3, "illegal moves": 0.027},
 }
-PLAIN = {"answer's reward", "half-moves before an illegal one"}  # and what ends in "pawns"; the others are shares
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Questions and answers
+# Answers and their columns
 
 
-def sample(model, questions, temperature, rows, seed=0):
-    """[(text, hit_limit), ...]: one answer to each of some questions of one kind, `rows` of them sampled at once."""
-    if not questions:
-        return []
-    kind, room = questions[0].kind, model.config.n_positions
-    prompts = [model.tokenizer.encode(question.prompt) for question in questions]
-    limit = min(rewards.LIMITS[kind], room - max(map(len, prompts)))
-    if limit < 1:
-        raise LoadError(f"the model's {room} positions leave no room after its longest prompt.")
-    noise = torch.rand(len(questions), limit, generator=torch.Generator().manual_seed(seed))
-    answers = []
-    for i in progress(range(0, len(questions), rows), f"{kind}, temperature {temperature:g}"):
-        uniform = noise[i : i + rows].to(model.wte.weight.device)
-        batch = generate(model, prompts[i : i + rows], 1, limit, temperature, noise=uniform)
-        texts = [read(model.tokenizer, ids)[0] for ids in batch.tokens.tolist()]
-        answers += zip(texts, batch.hit_limit.tolist())
-    return answers
-
-
-def sample_and_grade(model, questions, temperature, rows):
+def sample_and_grade(model, questions, temperature, rows=128):
     """[(text, Grade), ...]"""
     answers = sample(model, questions, temperature, rows)
     return [(text, rewards.grade(q, text, hit_limit)) for q, (text, hit_limit) in zip(questions, answers)]
-
-
-def progress(items, title):
-    return tqdm(items, title, leave=False, disable=None)
-
-
-def policy_questions(fens, config):
-    text_format = rewards.chess_format(config)
-    return [rewards.Question("policy", rewards.policy_prompt(fen, text_format), ()) for fen in fens]
-
-
-def board_of(question):
-    return chess.Board(contract_board(question.prompt[3:].split("+")[0].strip()))
-
-
-def best_move(text):
-    """The move after `B:`, or None."""
-    answer = rewards.parse_policy(text)[1]
-    return answer and answer[2][0]
 
 
 def column(values):
     return [(0, 0) if value is None else (float(value), 1) for value in values]
 
 
-def select(column, chosen):
-    """The part of a column that belongs to some of the questions."""
-    return [entry for entry, is_chosen in zip(column, chosen) if is_chosen]
-
-
 def metric_columns(answers, rows):
-    columns = {"answer's reward": column([grade.reward for _, grade in answers])}
-    return columns | {row: column([grade.metrics.get(name) for _, grade in answers]) for row, name in rows.items()}
+    columns = {"answer's reward": column(grade.reward for _, grade in answers)}
+    return columns | {row: column(grade.metrics.get(name) for _, grade in answers) for row, name in rows.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The policy
 
 
-def policy(questions, answers, engine, judged):
+def policy(boards, questions, answers, engine, judged):
     """{row: column}. `engine` judges the legal moves of the first `judged` answers that have no label."""
-    columns, boards = metric_columns(answers, POLICY), [board_of(question) for question in questions]
+    columns = metric_columns(answers, POLICY)
     for what, chosen in {
         "White": [board.turn for board in boards],
         "Black": [not board.turn for board in boards],
         "in check": [board.is_check() for board in boards],
     }.items():
         for row in ("legal move", "best move"):
-            columns[f"{row}: {what}"] = select(columns[row], chosen)
-    columns["best move agrees with own evaluations"] = column([agrees(text) for text, _ in answers])
+            columns[f"{row}: {what}"] = list(compress(columns[row], chosen))
+    columns["best move agrees with own evaluations"] = column(agrees(text) for text, _ in answers)
     if engine:
-        asked = progress(list(zip(questions, answers))[:judged], "pawns lost")
-        columns["lost by a legal move, pawns"] = column([pawns_lost(engine, q, *a) for q, a in asked])
+        asked = progress(list(zip(boards, questions, answers))[:judged], "pawns lost")
+        columns["lost by a legal move, pawns"] = column(pawns_lost(engine, b, q, *answer) for b, q, answer in asked)
     return columns
 
 
@@ -148,21 +100,21 @@ def agrees(text):
     if not answer:
         return False
     moves, numbers, (best, _), _ = answer
-    highest = max(number for number, _ in numbers)
-    first = {move for (move, _), (number, _) in zip(moves, numbers) if number == highest}
-    ranked = len({move for move, _ in moves}) > 1 and len(first) == 1
-    return first == {best} if ranked else None
+    ranking = sorted((number, move) for (move, _), (number, _) in zip(moves, numbers))
+    evaluations = {move: number for number, move in ranking}  # the highest of a repeated move
+    highest = [move for move, number in evaluations.items() if number == max(evaluations.values())]
+    return highest == [best] if len(highest) == 1 < len(evaluations) else None
 
 
-def pawns_lost(engine, question, text, grade):
+def pawns_lost(engine, board, question, text, grade):
     """What a legal best move gives away; None for any other, and where no move has a label."""
     _, five = rewards.policy_truth(question.prompt, question.truth)
     if not five or not grade.metrics["legal"]:
         return None
     if "cp_loss" in grade.metrics:  # one of the engine's five
         return grade.metrics["cp_loss"]
-    top = max(five.values())
-    return rewards.pawns_apart(top, min(top, judge(engine, board_of(question).fen(), best_move(text))))
+    top, (best, _) = max(five.values()), rewards.parse_policy(text)[1][2]
+    return rewards.pawns_apart(top, min(top, judge(engine, board.fen(), best)))
 
 
 @lru_cache(None)  # both models and all temperatures often choose the same move
@@ -187,17 +139,14 @@ def find_mates(positions, count):
     """
     found = {}
     for position in progress(positions, "mates in one"):
-        won = any(abs(cp) > 100 * rewards.MAX_PAWNS for _, cp in position.moves)
-        if not won and not held_out(position.fen):
-            continue
-        board = chess.Board(position.fen)
-        for move in [None, *(board.legal_moves if won else ())]:  # None: the position itself
-            after = board.copy(stack=False)
-            if move:
-                after.push(move)
-            fen = after.fen()
-            if held_out(fen) and (mating := mating_moves(after)):
-                found.setdefault(board_key(fen), (fen, mating))
+        boards = [chess.Board(position.fen)]
+        if any(abs(cp) > 100 * rewards.MAX_PAWNS for _, cp in position.moves):
+            for move in boards[0].legal_moves:
+                boards.append(boards[0].copy(stack=False))
+                boards[-1].push(move)
+        for board in boards:
+            if held_out(board.fen()) and (mating := mating_moves(board)):
+                found.setdefault(board_key(board.fen()), (board.fen(), mating))
         if len(found) >= count:
             break
     return list(found.values())[:count]
@@ -206,8 +155,8 @@ def find_mates(positions, count):
 def read_bigbench(path):
     """[(FEN, mating moves)] of BIG-bench's checkmate_in_one/task.json: games, each of which stops before the mate."""
     try:
-        games = [example["input"] for example in json.loads(Path(path).read_text())["examples"]]
-        boards = [chess.pgn.read_game(StringIO(game)).end().board() for game in games]
+        inputs = [example["input"] for example in json.loads(Path(path).read_text())["examples"]]
+        boards = [chess.pgn.read_game(StringIO(text)).end().board() for text in inputs]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         boards = []
     found = [(board.fen(), mating) for board in boards if (mating := mating_moves(board))]
@@ -219,118 +168,77 @@ def read_bigbench(path):
 # ---------------------------------------------------------------------------------------------------------------------
 # The environment
 
-KINDS = {  # of questions, by the board, the move, whether it is legal and how the game ends by it
-    "legal move": lambda board, move, legal, end: legal,
-    "illegal move": lambda board, move, legal, end: not legal,
-    "capture": lambda board, move, legal, end: legal and board.is_capture(move),
-    "promotion": lambda board, move, legal, end: legal and bool(move.promotion),
-    "castling": lambda board, move, legal, end: legal and board.is_castling(move),
-    "en passant": lambda board, move, legal, end: legal and board.is_en_passant(move),
-    "game over": lambda board, move, legal, end: bool(end),
-}
-
 
 def kinds(question):
-    """The names of KINDS that a question belongs to."""
-    board, move = board_of(question), chess.Move.from_uci(question.prompt.split("+")[1])
-    legal = board.is_legal(move)
-    end = game_end(board, move) if legal else None
-    return {name for name, test in KINDS.items() if test(board, move, legal, end)}
+    """{kind of question: whether this is one}"""
+    fen, uci = question.prompt[3:].split("+")[:2]
+    board, move = chess.Board(contract_board(fen)), chess.Move.from_uci(uci)
+    _, _, over, illegal = question.truth
+    legal = {
+        "legal move": True,
+        "capture": board.is_capture(move),
+        "promotion": bool(move.promotion),
+        "castling": board.is_castling(move),
+        "en passant": board.is_en_passant(move),
+        "game over": over,
+    }
+    return {kind: not illegal and value for kind, value in legal.items()} | {"illegal move": illegal}
 
 
 def environment(questions, answers):
     columns, asked = metric_columns(answers, ENVIRONMENT), [kinds(question) for question in questions]
-    rows = [("next state", kind) for kind in KINDS] + [("terminated", "game over"), ("truncated", "illegal move")]
-    return columns | {f"{row}: {kind}": select(columns[row], [kind in k for k in asked]) for row, kind in rows}
-
-
-def environment_questions(positions, config):
-    """(questions as in training, legal moves alone with a history that is the move itself)."""
-    rng, text_format = random.Random(0), rewards.chess_format(config)
-    usual = [rewards.environment_question(position, rng, text_format) for position in positions]
-    playable = [p._replace(history=()) for p in positions if p.asked or any(chess.Board(p.fen).legal_moves)]
-    short = [rewards.environment_question(position, rng, text_format, illegal_share=0) for position in playable]
-    return usual, [question for question in short if not question.truth[3]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Self-play
-
-
-def self_play(model, fens, temperature, rows):
-    """Games that last until the first illegal move, all together, one half-move at a time."""
-    boards = [chess.Board(fen) for fen in fens]
-    illegal, alive = [0] * len(boards), list(range(len(boards)))
-    while alive:
-        questions = policy_questions([boards[i].fen() for i in alive], model.config)
-        half_move = len(boards[alive[0]].move_stack)
-        for i, (text, _) in zip(alive, sample(model, questions, temperature, rows, seed=half_move)):
-            best = best_move(text)
-            if best in {move.uci() for move in boards[i].legal_moves}:
-                boards[i].push_uci(best)
-            else:
-                illegal[i] = 1
-        alive = [i for i in alive if not illegal[i] and not is_over(boards[i])]
-    legal = [len(board.move_stack) for board in boards]
-    return {
-        "half-moves before an illegal one": column(legal),
-        "illegal moves": [(bad, bad + good) for bad, good in zip(illegal, legal)],
-    }
-
-
-def is_over(board):
-    return board.is_game_over() or board.is_repetition(3) or len(board.move_stack) >= LONGEST_GAME
+    rows = [("next state", kind) for kind in asked[0]] + [("terminated", "game over"), ("truncated", "illegal move")]
+    return columns | {f"{row}: {kind}": list(compress(columns[row], [k[kind] for k in asked])) for row, kind in rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All of a model's columns, and the figures that are computed from them
 
 
-def measure(model, positions, mates, engine, a, temperature):
+def measure(model, temperature, positions, mates, openings, engine, judged):
     """{section: {row: column}} of a model at one temperature."""
-    playable = [p for p in positions if any(chess.Board(p.fen).legal_moves)]
-    text_format = rewards.chess_format(model.config)
+    playable = [position for position in positions if any(chess.Board(position.fen).legal_moves)]
+    text_format, rng = rewards.chess_format(model.config), random.Random(0)
+
     questions = [rewards.policy_question(position, text_format) for position in playable]
-    answers = sample_and_grade(model, questions, temperature, a.rows)
-    sections = {"policy": policy(questions, answers, engine, a.judged)}
-    for row, boards in mates.items():
-        answers = sample(model, policy_questions([fen for fen, _ in boards], model.config), temperature, a.rows)
-        found = [best_move(text) in mating for (text, _), (_, mating) in zip(answers, boards)]
-        sections["policy"][row] = column(found)
+    boards, answers = [chess.Board(p.fen) for p in playable], sample_and_grade(model, questions, temperature)
+    sections = {"policy": policy(boards, questions, answers, engine, judged)}
+    for row, found in mates.items():
+        moves = best_moves(model, [fen for fen, _ in found], temperature)
+        sections["policy"][row] = column(move in mating for move, (_, mating) in zip(moves, found))
 
-    usual, short = environment_questions(positions, model.config)
-    sections["environment"] = environment(usual, sample_and_grade(model, usual, temperature, a.rows))
-    answers = sample_and_grade(model, short, temperature, a.rows)
-    row = "next state: legal move, short history"
-    sections["environment"][row] = column([grade.metrics["next_state"] for _, grade in answers])
+    questions = [rewards.environment_question(position, rng, text_format) for position in positions]
+    sections["environment"] = environment(questions, sample_and_grade(model, questions, temperature))
+    short = [position._replace(history=(), asked=None) for position in playable]  # the history is the move alone
+    questions = [rewards.environment_question(position, rng, text_format, illegal_share=0) for position in short]
+    row, answers = "next state: legal move, short history", sample_and_grade(model, questions, temperature)
+    sections["environment"][row] = column(grade.metrics["next_state"] for _, grade in answers)
 
-    if a.self_play:
-        openings = sorted((p.fen for p in playable), key=lambda fen: int(fen.split(" ")[-1]))[: a.self_play]
-        sections["self-play"] = self_play(model, openings, temperature, a.rows)
+    if openings:
+        sections["self-play"] = games.count("self", *games.play(model, openings, temperature))
     return {name: {row: c for row, c in columns.items() if c} for name, columns in sections.items()}
 
 
 def figure(column):
     """(mean, half-width of the 95 % interval), or None where no value is known."""
-    values, weights = zip(*column)
-    return monitor.interval(values, weights) if any(weights) else None
+    return monitor.interval(*zip(*column)) if any(weight for _, weight in column) else None
+
+
+def spread(column):
+    """Numbers with the column's mean and, to first order, its variance: the values themselves where all weights are 1.
+
+    A mean differs from its true value by about the mean of its residuals (Cochran, 1977, chapter 6)."""
+    mean, average_weight = figure(column)[0], sum(weight for _, weight in column) / len(column)
+    return [mean + (value - mean * weight) / average_weight for value, weight in column]
 
 
 def difference(a, b):
-    """The figure of b - a, for two columns of the same questions.
-
-    A mean differs from its true value by about the sum of its residuals, here (value - mean · weight) / sum of weights
-    (Cochran, 1977, chapter 6), and those of the same question are subtracted before they are squared.
-    """
-    if not figure(a) or not figure(b):
-        return None
-    means, sums = [figure(c)[0] for c in (a, b)], [sum(weight for _, weight in c) for c in (a, b)]
-    residuals = [[(v - mean * w) / total for v, w in c] for c, mean, total in zip((a, b), means, sums)]
-    variance = sum((y - x) ** 2 for x, y in zip(*residuals)) * len(a) / max(1, len(a) - 1)
-    return means[1] - means[0], 1.96 * math.sqrt(variance)
+    """The figure of b - a, for two columns of the same questions."""
+    if figure(a) and figure(b):
+        return monitor.interval([y - x for x, y in zip(spread(a), spread(b))])
 
 
-def figures(function, *models):
+def each_row(function, *models):
     """`function` of the columns of one model or two: {temperature: {section: {row: ...}}}."""
     return {
         t: {s: {row: function(*(m[t][s][row] for m in models)) for row in columns} for s, columns in sections.items()}
@@ -346,7 +254,8 @@ def cell(row, value, sign=""):
     """A figure (mean, half-width) or a published number as text; a difference has a sign."""
     if value is None:
         return ""
-    scale, form, unit = (1, ".2f", "") if row in PLAIN or row.endswith("pawns") else (100, ".1f", " %")
+    is_share = not row.startswith(("answer's reward", "half-moves")) and not row.endswith("pawns")
+    scale, form, unit = (100, ".1f", " %") if is_share else (1, ".2f", "")
     if isinstance(value, float):
         return f"{scale * value:{form}}{unit}"
     mean, half = value
@@ -354,34 +263,30 @@ def cell(row, value, sign=""):
     return f"{scale * mean:{sign}{form}} ± {scale * half:{form}}{unit}{clear}"
 
 
-def table(sizes, columns):
+def table(measured, columns):
     """A row for each row of each section, with a cell for each of {title: {section: {row: value}}}."""
     lines = [["", "n", *columns]]
-    for section, rows in sizes.items():
+    for section, rows in measured.items():
         lines.append([f"**{section}**", *[""] * (1 + len(columns))])
-        for row, n in rows.items():
+        for row, column in rows.items():
             values = {title: skill.get(section, {}).get(row) for title, skill in columns.items()}
             cells = [cell(row, value, "+" if title == "B - A" else "") for title, value in values.items()]
-            lines.append([row, str(n), *cells])
-    widths = [max(map(len, column)) for column in zip(*lines)]
+            lines.append([row, str(len(column)), *cells])
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def print_tables(names, sizes, skills, change):
+def print_tables(names, measured, skills, change):
     published = {"RookWorld-LM 124M": PUBLISHED}
-    titles = {t: "greedy" if t == "T=0" else t for t in sizes}
     if not change:
-        print(table(next(iter(sizes.values())), {titles[t]: skills[0][t] for t in sizes} | published))
+        print(table(next(iter(measured.values())), skills[0] | published))
         return
-    for t in sizes:
+    for t in measured:
         columns = {"A": skills[0][t], "B": skills[1][t], "B - A": change[t]}
-        print(f"{titles[t]}\n\n{table(sizes[t], columns | published)}\n")
+        print(f"{t}\n\n{table(measured[t], columns | published)}\n")
     print(f"A is {names[0]}, B is {names[1]}. * is more than noise: the interval of the difference leaves out zero.")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def arguments():
@@ -394,13 +299,12 @@ def arguments():
     p.add_argument("--judged", type=int, default=500, help="answers whose move Stockfish judges, for pawns lost")
     p.add_argument("--self-play", type=int, default=100, help="games against itself")
     p.add_argument("--bigbench", metavar="FILE", help="also find the mates of BIG-bench's checkmate_in_one/task.json")
-    p.add_argument("--rows", type=int, default=128, help="answers that are sampled at once; the result is the same")
     p.add_argument("--json", metavar="OUT", help="also write the figures to this file")
     a = p.parse_args()
     if len(a.model) > 2:
         p.error("give one model, or two to compare.")
-    if min(a.positions, a.rows) < 1 or min(*a.temperature, a.judged, a.self_play) < 0:
-        p.error("--positions and --rows have to be at least 1, other numbers at least 0.")
+    if a.positions < 1 or min(*a.temperature, a.judged, a.self_play) < 0:
+        p.error("--positions has to be at least 1, other numbers at least 0.")
     if a.json and (Path(a.json).is_dir() or not Path(a.json).absolute().parent.is_dir()):  # said before the work
         p.error(f"{a.json} cannot be written: it is a folder, or in one that does not exist.")
     return a
@@ -411,32 +315,30 @@ def main():
     device = hardware.choose()
     dtype = hardware.fastest_dtype(device)
     models = [GPT.load(name).to(device).cast(dtype) for name in a.model]
-    sides = [rewards.load(source, models[0].config) for source in a.data]
-    positions = [position for _, held in sides for position in held]
-    if not positions:
+    loaded = [rewards.load(source, models[0].config) for source in a.data]
+    held = [position for _, part in loaded for position in part]
+    if not held:
         sys.exit(f"error: {' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
-    everything = [position for side in sides for part in side for position in part]
+    everything = [position for parts in loaded for part in parts for position in part]
     mates = {"mate in one": find_mates(rng.sample(everything, len(everything)), a.positions)}
+    positions = rng.sample(held, min(a.positions, len(held)))
     if a.bigbench:
         mates["mate in one: BIG-bench"] = read_bigbench(a.bigbench)[: a.positions]
-    positions = rng.sample(positions, min(a.positions, len(positions)))
+    openings = games.openings(held, a.self_play)
     engine = stockfish.Engine(stockfish.require()) if a.judged and stockfish.find() else None
     if a.judged and not engine:
         print("Without Stockfish (apt install stockfish) it is not known how many pawns a move loses.", file=sys.stderr)
 
-    measured = []
-    for model in models:
-        temperatures = dict.fromkeys(a.temperature)
-        measured.append({f"T={t:g}": measure(model, positions, mates, engine, a, t) for t in temperatures})
-    skills = [figures(figure, columns) for columns in measured]
-    change = figures(difference, *measured) if len(models) == 2 else None
+    asked = positions, mates, openings, engine, a.judged
+    measured = [{f"T={t:g}": measure(model, t, *asked) for t in dict.fromkeys(a.temperature)} for model in models]
+    skills = [each_row(figure, columns) for columns in measured]
+    change = each_row(difference, *measured) if len(models) == 2 else None
     print(f"{len(positions)} held-out positions of {' '.join(a.data)}, on {device} in {str(dtype)[6:]}\n")
-    print_tables(a.model, figures(len, measured[0]), skills, change)
+    print_tables(a.model, measured[0], skills, change)
     if a.json:
         result = {"settings": vars(a), "models": dict(zip(a.model, skills)), "difference": change}
-        Path(f"{a.json}.tmp").write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(f"{a.json}.tmp", a.json)
+        Path(a.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
