@@ -20,18 +20,11 @@ WHOLE_TEXT = r"[\s\S]+"
 
 def read_json(path):
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise LoadError(f"{path.parent}: there is no {path.name}; a model is a folder as transformers saves it.")
-    except (ValueError, OSError, RecursionError) as error:
-        raise LoadError(f"{path}: not readable as JSON ({error}).")
-    if not isinstance(content, dict):
-        raise LoadError(f"{path}: a JSON object is expected.")
-    return content
-
-
-def has_tokenizer(folder):
-    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
+    except (ValueError, TypeError, OSError) as error:
+        raise LoadError(f"{path}: not readable as a JSON object ({error}).")
 
 
 def byte_names():
@@ -57,45 +50,38 @@ class Tokenizer:
     @classmethod
     def load(cls, folder):
         """From tokenizer.json, or from vocab.json and merges.txt; a folder without any gets GPT-2's own."""
-        folder = Path(folder)
+        folder, words = Path(folder), True
         if not folder.is_dir():
             raise LoadError(f"{folder}: there is no such folder.")
-        if not has_tokenizer(folder):
+        if not (folder / "tokenizer.json").exists() and not (folder / "vocab.json").exists():
             return cls.gpt2()
-        words, file = True, folder / "tokenizer.json"
         try:
-            if file.exists():
-                content = read_json(file)
-                split = content["pre_tokenizer"] or {}
-                if content["model"]["type"] != "BPE" or split.get("type") != "ByteLevel" or content.get("normalizer"):
-                    raise LoadError(f"{file}: only GPT-2's kind is supported, a byte-level BPE without normalizer.")
-                if split.get("add_prefix_space"):
-                    raise LoadError(f"{file}: add_prefix_space is on, which would change every prompt.")
+            if (folder / "tokenizer.json").exists():
+                content = read_json(folder / "tokenizer.json")
+                model, split = content["model"], content["pre_tokenizer"] or {}
+                if model["type"] != "BPE" or split.get("type") != "ByteLevel":
+                    raise ValueError("it is of another kind")
+                if content.get("normalizer") or split.get("add_prefix_space"):
+                    raise ValueError("a normalizer or add_prefix_space would change every prompt")
                 words = bool(split.get("use_regex", True))
-                vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+                vocab, merges = model["vocab"], model["merges"]
                 vocab = {**vocab, **{t["content"]: t["id"] for t in content.get("added_tokens") or []}}
             else:
-                vocab, file = read_json(folder / "vocab.json"), folder / "merges.txt"
-                lines = file.read_text(encoding="utf-8").splitlines()
+                vocab = read_json(folder / "vocab.json")
+                lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
                 merges = [line for line in lines if line and not line.startswith("#version")]
-            merges = [m.split(" ") if isinstance(m, str) else m for m in merges]
-            ids = [vocab[a + b] for a, b in merges]
+            merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
             byte = {name: b for b, name in byte_names().items()}
-            ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *(a + b for a, b in merges)}}
-            eos = vocab[END]
+            ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *merged}}
+            eos, ids = vocab[END], [vocab[token] for token in merged]
+            if any(a >= b for a, b in zip(ids, ids[1:])):
+                raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
         except LoadError:
             raise
-        except FileNotFoundError:
-            raise LoadError(f"{folder}: vocab.json needs its merges.txt beside it.")
-        except KeyError as error:
-            raise LoadError(f"{file}: this is no byte-level BPE with an {END} token ({error} is missing).")
-        except (TypeError, ValueError, AttributeError, OSError) as error:
-            raise LoadError(f"{file}: not readable as a tokenizer ({error}).")
-        known = [eos, *ranks.values()]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in known) or len(set(known)) < len(known):
-            raise LoadError(f"{file}: every token, {END} included, needs a whole number of its own as id.")
-        if any(a >= b for a, b in zip(ids, ids[1:])):
-            raise LoadError(f"{file}: the ids do not follow the order of the merges, which tiktoken relies on.")
+        except Exception as error:  # what is wrong with a file may show anywhere
+            raise LoadError(
+                f"{folder}: expected a byte-level BPE as GPT-2's, with {END}; {type(error).__name__}: {error}"
+            )
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
         return cls(ranks, eos, files, words)
 
@@ -118,7 +104,7 @@ class Tokenizer:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
             raise LoadError(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
-        return cls(gpt2._mergeable_ranks, gpt2.eot_token)
+        return cls({gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}, gpt2.eot_token)
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)

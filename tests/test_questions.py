@@ -118,7 +118,7 @@ def test_environment_questions_have_every_kind(positions):
             kinds[end.name if end else ""] += 1
     assert 0.22 < kinds["illegal"] / len(positions) < 0.28
     least = {"own piece": 120, "other square": 120, "king in check": 60, "en passant": 5, "castling": 50}
-    least |= {"promotion": 8, "underpromotion": 15, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25}
+    least |= {"promotion": 4, "underpromotion": 15, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25}
     least |= {"INSUFFICIENT_MATERIAL": 1}
     assert all(kinds[kind] >= number for kind, number in least.items()), kinds
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+from pathlib import Path
+from unittest.mock import Mock
 
 import chess
 import pytest
@@ -28,19 +30,15 @@ def chess_lines(count):
     return lines
 
 
-def train_bpe(folder):
-    """vocab.json and merges.txt of a small byte-level BPE, in the place of GPT-2's."""
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(chess_lines(300), vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
-    bpe.save_model(str(folder))
-
-
 @pytest.fixture(scope="module")
 def bpe_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bpe")
-    train_bpe(folder)
+    """vocab.json, merges.txt and tokenizer.json of a small byte-level BPE, in the place of GPT-2's."""
+    folder = str(tmp_path_factory.mktemp("bpe"))
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(chess_lines(300), vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.save_model(folder)
     GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
 @pytest.mark.parametrize("names", [("tokenizer.json",), ("vocab.json", "merges.txt")])
@@ -94,41 +92,25 @@ def swap_merges(content):
 
 
 BAD = {
-    "other kind": lambda c: c["model"].update(type="WordPiece"),
-    "merges a number": lambda c: c["model"].update(merges=3),
-    "a merge without id": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
-    "a byte missing": lambda c: c["model"]["vocab"].pop("a"),
-    "no end token": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
-    "merges out of order": swap_merges,
-    "prefix space": lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
-    "a normalizer": lambda c: c.update(normalizer={"type": "NFC"}),
+    "of another kind": lambda c: c["model"].update(type="WordPiece"),
+    "would change every prompt": lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
+    "order of the merges": swap_merges,
+    "KeyError": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
+    "endoftext": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
+    "TypeError": lambda c: c["model"].update(merges=3),
 }
 
 
-def refused(folder):
-    with pytest.raises(LoadError) as error:
-        Tokenizer.load(folder)
-    assert "\n" not in str(error.value) and str(folder) in str(error.value)
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, name):
+@pytest.mark.parametrize("reason", BAD)
+def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, reason):
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
-    BAD[name](content)
+    BAD[reason](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    refused(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\0"])
-def test_a_file_without_a_json_object_is_refused(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    refused(tmp_path)
+    with pytest.raises(LoadError, match=f"^{tmp_path}: expected a byte-level BPE as GPT-2's, with .*; .*{reason}"):
+        Tokenizer.load(tmp_path)
 
 
 def test_without_files_and_without_network_the_reason_is_given(tmp_path, monkeypatch):
-    def offline(name):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("tiktoken.get_encoding", offline)
+    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no route to host")))
     with pytest.raises(LoadError, match="no tokenizer files.*no route to host"):
         Tokenizer.load(tmp_path)
