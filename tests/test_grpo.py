@@ -138,7 +138,7 @@ def test_pieces_that_cancel_out_are_not_blown_up():
     assert grpo.advantages(values, 2, "group").abs().max() < 1
 
 
-def test_credit_of_an_example_by_hand(monkeypatch):
+def test_credit_of_an_example_by_hand(toy_settings):
     """The texts "ab  cde f" and "ab" as ab|␣␣c|de|␣f and a|b: a token belongs to the span of its last character."""
     pieces = [
         [("whole", 0.5, None), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("last", 0.1, (7, 9))],
@@ -149,10 +149,9 @@ def test_credit_of_an_example_by_hand(monkeypatch):
     batch = Batch(*[None] * 2, torch.zeros(2, 6), *[None] * 3)
 
     def paid(credit):
-        monkeypatch.setattr(train, "CREDIT", credit)
+        toy_settings(CREDIT=credit, GROUP_SIZE=2)
         return train.with_advantages(batch, samples, None).advantages
 
-    monkeypatch.setattr(train, "GROUP_SIZE", 2)
     torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
     # an answer lacks is 0 there and judges the whole
@@ -240,7 +239,7 @@ def batch_of(model, dtype=torch.float32, B=5):
 
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_a_step_does_not_depend_on_its_microbatches(loss, monkeypatch):
+def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypatch):
     """Two epochs, so the logprobs of the first one's weights and of the reference are cut, too."""
     start, results, rows, forward = tiny(), [], [], train.forward
     reference = copy.deepcopy(start).cast(torch.float32)
@@ -250,10 +249,9 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, monkeypatch):
         rows.append(len(part.tokens))
         return forward(model, part)
 
-    for name, value in dict(LOSS=loss, EPOCHS=2, forward=counted).items():
-        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(train, "forward", counted)
     for most, largest in (1, 4), (120, 8), (10**6, 12):
-        monkeypatch.setattr(train, "MICROBATCH_TOKENS", most)
+        toy_settings(LOSS=loss, EPOCHS=2, MICROBATCH_TOKENS=most)
         model = copy.deepcopy(start)
         rows.clear()
         metrics = train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.5), batches, 0.1)

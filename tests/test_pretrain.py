@@ -25,6 +25,7 @@ from tools import pretrain
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
 FORMATS = {"squares": "squares", "expanded": "bytes", "rookworld": "bytes"}  # and a tokenizer for it
 LABELLED = positions.split(positions.load("builtin")[:6000])
+RARE = pretrain.rare_kinds(LABELLED[0])
 FEN = "r1b1k2r/pp3ppp/2n5/3qP3/3P4/2P2N2/P4PPP/R1BQK2R w KQkq - 1 11"
 
 
@@ -56,8 +57,7 @@ def few(tmp_path_factory):
 def draw(monkeypatch):
     def draw(step, text_format="squares", rows=96):
         names = dict(text_format=text_format, tokenizer=pretrain.TOKENIZERS[FORMATS[text_format]](), n_positions=512)
-        names |= dict(labelled=LABELLED[0], rare=pretrain.rare_kinds(LABELLED[0]))
-        names["args"] = argparse.Namespace(seed=0, rows=rows)
+        names |= dict(labelled=LABELLED[0], rare=RARE, args=argparse.Namespace(seed=0, rows=rows))
         for name, value in names.items():
             monkeypatch.setattr(pretrain, name, value, raising=False)
         return pretrain.draw_texts(step)

@@ -1,7 +1,6 @@
 """rollout.py against the uncached forward, the softmax and the training forward; microbatches; tokens to text."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -17,16 +16,11 @@ FILTERS = [(1.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 15, 1.0), (1.3, 0, 0.8), (0.7, 15
 BF16 = torch.bfloat16, 0.7, 0, 1.0
 
 
-def random_prompts(lengths):
-    g = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 256, (n,), generator=g).tolist() for n in lengths]
+PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(1, 17)]
 
 
-PROMPTS = random_prompts(range(1, 17))
-
-
-def uniform(rows, columns=NEW, seed=0):
-    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
+def uniform(rows, columns=NEW):
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
@@ -48,12 +42,12 @@ def model():
 # Invariant 2: decoding with the cache
 
 
+@torch.no_grad()
 def uncached(model, prompt):
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + NEW and model.config.eos_token_id not in tokens[len(prompt) :]:
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    new = []
+    while len(new) < NEW and model.config.eos_token_id not in new:
+        new.append(int(model(torch.tensor([prompt + new]))[0, -1].argmax()))
+    return new
 
 
 def test_greedy_decoding_equals_the_full_forward(model, monkeypatch):
@@ -63,7 +57,7 @@ def test_greedy_decoding_equals_the_full_forward(model, monkeypatch):
     assert sizes[0] == len(PROMPTS)  # a prompt is prefilled once for its group
     assert sizes[1] == 2 * len(PROMPTS) and sizes[-1] < sizes[1]  # rows that have ended leave the batch
     monkeypatch.undo()
-    expected = [tokens for tokens in map(partial(uncached, model), PROMPTS) for _ in range(2)]
+    expected = [tokens for prompt in PROMPTS for tokens in [uncached(model, prompt)] * 2]
     assert [row[mask].tolist() for row, mask in zip(out.tokens, out.completion_mask)] == expected
     assert out.hit_limit.tolist() == [tokens[-1] != model.config.eos_token_id for tokens in expected]
     assert len(set(map(len, expected))) > 3 and out.hit_limit.any() and not out.hit_limit.all()
@@ -86,8 +80,8 @@ def test_a_row_does_not_depend_on_its_neighbours(model):
 
 def test_impossible_requests_are_refused(model):
     with pytest.raises(ValueError, match="128 positions"):
-        generate(model, random_prompts([100]), 1, 29)
-    assert generate(model, random_prompts([100]), 1, 28).tokens.shape[1] <= 28
+        generate(model, [[1] * 100], 1, 29)
+    assert generate(model, [[1] * 100], 1, 28).tokens.shape[1] <= 28
     with pytest.raises(ValueError, match="at least one token"):
         generate(model, [[]], 1, 5)
 
@@ -99,7 +93,7 @@ def test_impossible_requests_are_refused(model):
 @pytest.mark.parametrize("temperature, top_k, top_p", FILTERS)
 def test_samples_follow_the_softmax(model, temperature, top_k, top_p):
     """20,000 samples of one token: a chi-square test against the distribution that transformers' warpers make."""
-    n, prompt = 20_000, random_prompts([12])[0]
+    n, prompt = 20_000, PROMPTS[3]
     with torch.no_grad():
         logits = model(torch.tensor([prompt]))[:, -1]
     top_k_warpers = [TopKLogitsWarper(top_k)] if top_k else []
@@ -119,10 +113,9 @@ def test_samples_follow_the_softmax(model, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize("dtype, temperature, top_k, top_p", [(torch.float32, *x) for x in FILTERS] + [BF16])
-def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, temperature, top_k, top_p, monkeypatch):
+def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, temperature, top_k, top_p, toy_settings):
     """In fp32 within 1e-4. The bound in bf16, with weights this large: 0.05 on average, 0.5 for any token."""
-    for name, value in dict(TEMPERATURE=temperature, TOP_K=top_k, TOP_P=top_p).items():
-        monkeypatch.setattr(train, name, value)
+    toy_settings(TEMPERATURE=temperature, TOP_K=top_k, TOP_P=top_p)
     noise = uniform(G * len(PROMPTS))
     out = generate(model.cast(dtype), PROMPTS, G, NEW, temperature, top_k, top_p, noise)
     eos, mask = model.config.eos_token_id, out.completion_mask
