@@ -8,7 +8,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -18,7 +21,8 @@ from nanorook.settings import values
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
     """(state, what is wrong and what to do) of a step with metrics `m` after the steps `past`."""
-    falling = len(past) >= 40 and mean(past[-20:], "reward") < mean(past[-40:-20], "reward") - 0.05
+    rewards = [row["reward"] for row in past]
+    falling = len(past) >= 40 and fmean(rewards[-20:]) < fmean(rewards[-40:-20]) - 0.05
     structure = m.get("structure", 1.0)
     for state, wrong, advice in (
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
@@ -40,19 +44,6 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     return "green", ""
 
 
-def mean(rows, name):
-    return sum(row[name] for row in rows) / len(rows)
-
-
-def means(rows):
-    """The mean of each entry of some dictionaries, over those that have it."""
-    values = {}
-    for row in rows:
-        for name, value in row.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(v) / len(v) for name, v in values.items()}
-
-
 def interval(values, counts=None):
     """The mean and the half-width of its 95 % interval.
 
@@ -65,21 +56,6 @@ def interval(values, counts=None):
     return ratio, 1.96 * math.sqrt(variance * len(values)) / sum(counts)
 
 
-def by_kind(samples):
-    """Means of rewards, metrics and pieces ("earned/...") for each kind of question."""
-    result = {}
-    for kind in dict.fromkeys(sample.question.kind for sample in samples):
-        grades = [sample.grade for sample in samples if sample.question.kind == kind]
-        values = {"reward": sum(grade.reward for grade in grades) / len(grades)} | means([g.metrics for g in grades])
-        for grade in grades:
-            for name, value, _ in grade.pieces:
-                name = f"earned/{name.split(' ')[0]}"  # "candidates 3" is one of several pieces of this name
-                values[name] = values.get(name, 0.0) + value / len(grades)
-        result |= {f"{kind}/{name}": value for name, value in values.items()}
-    structure = means([sample.grade.metrics for sample in samples]).get("structure")
-    return result if structure is None else result | {"structure": structure}
-
-
 def intervals(samples):
     """{"policy legal": interval, ...}: reward and metrics of each kind of question."""
     values = {}
@@ -87,6 +63,32 @@ def intervals(samples):
         for name, value in ({"reward": sample.grade.reward} | sample.grade.metrics).items():
             values.setdefault(f"{sample.question.kind} {name}", []).append(value)
     return {name: interval(v) for name, v in values.items()}
+
+
+def means(rows):
+    """The mean of each entry of some dictionaries, over those that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(row[name] for row in rows if name in row) for name in names}
+
+
+def earned(sample):
+    """What each piece of the reward gives; "candidates 3" is one of several pieces of this name."""
+    found = Counter()
+    for name, value, _ in sample.grade.pieces:
+        found[name.split(" ")[0]] += value
+    return found
+
+
+def by_kind(samples):
+    """Means of rewards, metrics and pieces ("earned/...") for each kind of question; and of structure, over all."""
+    result = {name.replace(" ", "/", 1): mean for name, (mean, _) in intervals(samples).items()}
+    count = Counter(sample.question.kind for sample in samples)
+    for sample in samples:
+        for name, value in earned(sample).items():
+            name = f"{sample.question.kind}/earned/{name}"
+            result[name] = result.get(name, 0.0) + value / count[sample.question.kind]
+    structure = [sample.grade.metrics["structure"] for sample in samples if "structure" in sample.grade.metrics]
+    return result | ({"structure": fmean(structure)} if structure else {})
 
 
 def progress_line(m, steps, seconds_left):
@@ -98,25 +100,16 @@ def progress_line(m, steps, seconds_left):
     return (
         f"step {m['step']}/{steps} reward {m['reward']:.3f} ({', '.join(rewards)}) {kl}grad {m['grad_norm']:.2f} "
         f"clip {m['clip_low'] + m['clip_high']:.1%} zero-std {m['frac_zero_std']:.0%} "
-        f"{m['tokens_per_second'] / 1000:.1f}k tok/s {duration(seconds_left)} left {state}"
+        f"{m['tokens_per_second'] / 1000:.1f}k tok/s {timedelta(seconds=round(seconds_left))} left {state}"
         + (f" ({m['advice']})" if m["advice"] else "")
     )
-
-
-def duration(seconds):
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show(samples):
     """The worst and the best of some samples, each with what its reward is made of."""
     ordered = sorted(samples, key=lambda sample: sample.grade.reward)
     for sample in (ordered[0], ordered[-1]):
-        earned = {}
-        for name, value, _ in sample.grade.pieces:
-            earned[name.split(" ")[0]] = earned.get(name.split(" ")[0], 0.0) + value
-        pieces = " + ".join(f"{value:.2f} {name}" for name, value in earned.items() if value)
+        pieces = " + ".join(f"{value:.2f} {name}" for name, value in earned(sample).items() if value)
         print(f"  {sample.question.prompt.strip()}\n  -> {sample.text.strip()}")
         print(f"     {sample.grade.reward:.3f} = {pieces}")
 
@@ -132,11 +125,9 @@ def table(columns):
 
 def describe(command, device, dtype):
     """What was run, on what machine, from which commit; for run.json and for recorded figures."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True)
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        cpu = names[0] if names else cpu
+    git = subprocess.run("git describe --always --dirty", shell=True, cwd=Path(__file__).parent, capture_output=True)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
     cuda = torch.device(device).type == "cuda"
     return {
         "command": shlex.join([*command.split(), *sys.argv[1:]]),

@@ -95,8 +95,8 @@ BAD = {
     "of another kind": lambda c: c["model"].update(type="WordPiece"),
     "would change every prompt": lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
     "order of the merges": swap_merges,
-    "KeyError": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
-    "endoftext": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
+    "KeyError: 'Δ": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
+    "KeyError: '<": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
     "TypeError": lambda c: c["model"].update(merges=3),
 }
 
