@@ -127,7 +127,8 @@ def rare_kinds(labelled):
 
 def draw_texts(step):
     rng, unit = random.Random(f"{args.seed}/{step}"), max(1, args.rows // 32)  # few numbers of rows are few shapes
-    share = LEGAL + (LEGAL_END - LEGAL) * min(1, step / LEGAL_STEPS)
+    done = 1 if args.init else min(1, step / LEGAL_STEPS)  # a model that is taught further knows the rules
+    share = LEGAL + (LEGAL_END - LEGAL) * done
     legal = round(share * args.rows / unit) * unit
     environment = round(ENVIRONMENT * (args.rows - legal) / unit) * unit
 
