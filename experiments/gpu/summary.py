@@ -87,12 +87,10 @@ def main(out):
         lines += [f"## {title}", "", *found] if found else []
     for title, w in ((read(out / "bench.json") or {}).get("workloads") or {}).items():
         lines += [f"## {title} {w['what']}", ""]
-        for dtype, row in w["ours"].items():
-            share = f", {row['of_limit']:.0%} of the limit" if "of_limit" in row else ""
-            lines.append(f"- {dtype}: {row['seconds']:.3f} s, {row['tokens_per_second']:,.0f} tokens a second{share}")
-            lines += [f"  - {ratio:.2f} times as fast as {who}" for who, ratio in row["times_as_fast"].items()]
+        said = "- {seconds:.3f} s, {tokens_per_second:,.0f} tokens a second, {peak_memory_gb:.1f} GB"
+        lines += [said.format(**w), *(f"- {who} takes {ratio:.2f} times as long" for who, ratio in w["ratios"].items())]
         if "watch" in w:
-            said = "- {steps} steps: after {warm_up} there were {recompiles} recompiles, memory grew {grown_gb:.3f} GB"
+            said = "- {steps} steps: after the first 20 {recompiles} recompiles, and {grown_gb:.3f} GB more at most"
             lines.append(said.format(**w["watch"]))
         lines.append("")
     lines += ["## Stages", ""]
