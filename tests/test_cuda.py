@@ -176,15 +176,17 @@ def test_a_rollout_that_runs_out_of_memory_is_made_in_halves(toy_settings, monke
 # Devices, precision, compiling
 
 
-def test_a_reference_in_the_hosts_memory(gpu, toy_settings):
-    """In bf16 two devices round differently, which is no reason to refuse."""
-    toy_settings(DEVICE="cuda", REF_DEVICE="cpu", KL_COEF=0.1, COMPILE="0", GROUP_SIZE=4)
+def test_a_reference_in_the_hosts_memory(gpu, toy_settings, monkeypatch):
+    """It is compiled as the policy is. In bf16 two devices round differently, which is no reason to refuse."""
+    compiled = set()
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: lambda *a: compiled.add(str(a[1].device)) or f(*a))
+    toy_settings(DEVICE="cuda", REF_DEVICE="cpu", KL_COEF=0.1, COMPILE="1", GROUP_SIZE=4)
     model = toy.model().to("cuda").use(torch.bfloat16)
     batches = [batch for batch, _ in train.rollout(model, toy.questions(), 0)]
     reference = train.make_reference(model, "cuda", torch.bfloat16)
     assert reference.wte.weight.device.type == "cpu" and model.wte.weight.is_cuda
     metrics = train.update(model, reference, train.make_optimizer(model), batches, 0.1, first=True)
-    assert metrics["kl"] < 1e-3 and not metrics["skipped"]
+    assert metrics["kl"] < 1e-3 and not metrics["skipped"] and compiled == {"cpu", "cuda:0"}
 
 
 def test_the_bound_of_the_first_kl_is_that_of_the_precision():

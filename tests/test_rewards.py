@@ -122,7 +122,7 @@ def test_hostile_text_takes_milliseconds(text):
 WEIGHTS = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}
 
 
-def advantages(monkeypatch, kind, credit):
+def advantages(toy_settings, kind, credit):
     """What train.py makes of answers that differ in each piece; a token is a character, the last one hits its limit."""
     if kind == "policy":
         five, numbers = [uci for uci, _ in label(START)], [cp / 100 for _, cp in label(START)]
@@ -136,25 +136,24 @@ def advantages(monkeypatch, kind, credit):
     grades = [task(text, hit_limit=i == len(texts) - 1) for i, text in enumerate(texts)]
     samples = [train.Sample(None, text, range(1, len(text) + 1), False, g) for text, g in zip(texts, grades)]
     batch = Batch(*[None] * 2, torch.zeros(len(texts), 1 + max(map(len, texts))), *[None] * 3)
-    monkeypatch.setattr(train, "CREDIT", credit)
-    monkeypatch.setattr(train, "GROUP_SIZE", len(texts))
+    toy_settings(CREDIT=credit, GROUP_SIZE=len(texts))
     return train.with_advantages(batch, samples, None).advantages
 
 
 @pytest.mark.parametrize("credit", ["piece", "answer"])
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in WEIGHTS for name in WEIGHTS[kind]])
-def test_a_changed_weight_changes_the_advantages(monkeypatch, kind, name, credit):
-    before, weight = advantages(monkeypatch, kind, credit), WEIGHTS[kind][name]
+def test_a_changed_weight_changes_the_advantages(toy_settings, monkeypatch, kind, name, credit):
+    before, weight = advantages(toy_settings, kind, credit), WEIGHTS[kind][name]
     assert weight > 0 and math.fsum(WEIGHTS[kind].values()) == pytest.approx(1, abs=1e-12)
     monkeypatch.setitem(WEIGHTS[kind], name, 2 * weight)
-    assert (advantages(monkeypatch, kind, credit) - before).abs().max() > 1e-3
+    assert (advantages(toy_settings, kind, credit) - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name, value", [("MALFORMED", -0.6), ("WASTED", 1.0), ("RUNAWAY_PENALTY_MULTIPLIER", 0.5)])
-def test_a_changed_penalty_changes_the_advantages(monkeypatch, name, value):
-    before = advantages(monkeypatch, "policy", "piece")
+def test_a_changed_penalty_changes_the_advantages(toy_settings, monkeypatch, name, value):
+    before = advantages(toy_settings, "policy", "piece")
     monkeypatch.setattr(rewards, name, value)
-    assert (advantages(monkeypatch, "policy", "piece") - before).abs().max() > 1e-3
+    assert (advantages(toy_settings, "policy", "piece") - before).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("text_format", FORMATS)

@@ -31,11 +31,6 @@ QUESTION = rewards.policy_question(Position(FEN, (), MOVES), "rookworld")
 DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28, max_completion_tokens=144)
 
 
-@pytest.fixture
-def policy():
-    return toy.model()
-
-
 def sampled(policy, count=4):
     return [batch for batch, _ in train.rollout(policy, toy.questions(count), 0)]
 
@@ -44,8 +39,9 @@ def distance(one, other):
     return torch.stack([(a - b).norm() for a, b in zip(one.parameters(), other.parameters())]).norm().item()
 
 
-def test_gradient_explosion(policy):
+def test_gradient_explosion():
     """No clipping; ratio 99,990 x advantage 0.8 over 200 tokens; norm 54,648,652; weights destroyed."""
+    policy = toy.model()
     batch = sampled(policy)[0]
 
     def gradient(**clip):
@@ -60,8 +56,9 @@ def test_gradient_explosion(policy):
     assert gradient() == 0  # the clip stops a move that has already gone too far
 
 
-def test_no_step_is_longer_than_the_clip_allows(policy):
-    start, optimizer = copy.deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=1.0)  # a step is the gradient
+def test_no_step_is_longer_than_the_clip_allows():
+    policy, start = toy.model(), toy.model()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)  # a step is the gradient
     batches = [batch._replace(advantages=batch.advantages * 1e6) for batch in sampled(policy)]
     metrics = train.update(policy, None, optimizer, batches, 0.0)
     assert metrics["grad_norm"] > 100 and distance(policy, start) == pytest.approx(train.MAX_GRAD_NORM, rel=1e-3)
@@ -220,8 +217,9 @@ def test_std_normalisation():
     assert train.SCALE_REWARDS == "none" and noise < signal / 500
 
 
-def test_end_token_is_trained(policy):
+def test_end_token_is_trained():
     """Padding was the end token, so the mask dropped it and nothing learnt to stop."""
+    policy = toy.model()
     batch = sampled(policy, 8)[0]
     ends = (batch.tokens == 256) & batch.completion_mask
     assert ends.sum() >= 4 and (ends.sum(1) == (~batch.hit_limit)).all()  # one of its own in each row that has ended
@@ -256,9 +254,7 @@ def test_without_a_reward_nothing_moves(changes, toy_run, toy_model, tmp_path):
     assert all(torch.equal(start[name].view(torch.int32), end[name].view(torch.int32)) for name in start)
 
 
-BASE = dict(STEPS=3, EPOCHS=2, LR=0.02, LR_SCHEDULE="constant", KL_COEF=0.1, KL_WARMUP_STEPS=2, BATCH_POSITIONS=4)
-BASE |= dict(WARMUP_STEPS=0, EVAL_POSITIONS=4, SAVE_EVERY=100, TASK=toy.__file__)
-BASE |= dict(DTYPE="float32", DEVICE="cpu", COMPILE="0")
+BASE = toy.SETTINGS | dict(STEPS=3, EPOCHS=2, LR=0.02, LR_SCHEDULE="constant", KL_COEF=0.1, KL_WARMUP_STEPS=2)
 CHANGES = dict(
     DATA="other", SEED=1, STEPS=4, BATCH_POSITIONS=3, GROUP_SIZE=3, EPOCHS=1, OVERFIT=1, CONTROL=1, LR=0.01,
     LR_SCHEDULE="cosine", WARMUP_STEPS=2, MAX_GRAD_NORM=0.01, LOSS="grpo", CREDIT="answer", SCALE_REWARDS="group",
