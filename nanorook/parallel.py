@@ -42,24 +42,17 @@ def start(device, processes):
     return device
 
 
-def environments(processes):
-    """The environment of each of the processes on this machine, as torchrun would set it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(processes)]
-
-
 def launch(processes):
     """Starts this program again for every other rank, in a session of its own: Ctrl-C reaches this process alone."""
-    first, *others = environments(processes)
-    os.environ.update(first)
-    for environment in others:
-        process = subprocess.Popen(
-            [sys.executable, *sys.argv], env={**os.environ, **environment}, start_new_session=True
-        )
-        atexit.register(process.terminate)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    os.environ.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+    for rank in reversed(range(processes)):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # as torchrun would set them
+        if rank > 0:
+            process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True)
+            atexit.register(process.terminate)
 
 
 def explain(error):

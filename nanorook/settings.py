@@ -40,17 +40,14 @@ def load_task(file):
     return module
 
 
-def setting(name, default, meaning, one_of=None, low=None, high=None):
+def setting(name, default, meaning, one_of=None, low=-math.inf, high=math.inf):
     default = GIVEN["defaults"].get(name, default)
     text = GIVEN["arguments"].get(name, GIVEN["environment"].get(name))
     value = default if text is None else parse(name, text, type(default))
     if one_of is not None and value not in one_of:
         refuse(f"{name}={value} is not one of {', '.join(one_of)}.")
-    if isinstance(value, float) and not math.isfinite(value):
-        refuse(f"{name}={value} is not a finite number.")
-    if low is not None and value < low or high is not None and value > high:
-        limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
-        refuse(f"{name}={value} is out of range; it has to be {limits}.")
+    if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
+        refuse(f"{name}={value} is out of range; it has to be a number from {low} to {high}.")
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
 

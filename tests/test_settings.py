@@ -42,9 +42,9 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
     "arguments, environment, message",
     [
         (["STEPS=abc"], {}, "STEPS=abc is not a whole number"),
-        ([], {"STEPS": "1.5"}, "STEPS=1.5 is not a whole number"),
-        (["STEPS=-1"], {}, "STEPS=-1 is out of range"),
-        (["LR=nan"], {}, "LR=nan is not a finite number"),
+        (["STEPS=-1"], {}, "STEPS=-1 is out of range; it has to be a number from 0 to inf"),
+        (["LR=nan"], {}, "LR=nan is out of range"),
+        (["LR=inf"], {}, "LR=inf is out of range"),
         (["LOSS=ppo"], {}, "is not one of grpo, dapo"),
         (["OVERFIT=maybe"], {}, "neither 0 nor 1"),
         (["STEPS"], {}, "did you mean STEPS?"),
