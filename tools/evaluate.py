@@ -47,10 +47,12 @@ ENVIRONMENT = {
     "terminated": "terminated",
     "truncated": "truncated",
 }
-PUBLISHED = {  # RookWorld-LM 124M, on positions of its own
-    "policy": {"best move": 0.166, "top-5 move": 0.392, "mate in one": 0.137, "mate in one: BIG-bench": 0.137},
-    "environment": {"next state": 0.9961, "reward": 0.9911, "terminated": 0.9913, "truncated": 0.9998},
-    "self-play": {"half-moves before an illegal one": 36.3, "illegal moves": 0.027},
+PUBLISHED = {
+    "RookWorld-LM 124M": {  # on positions of its own
+        "policy": {"best move": 0.166, "top-5 move": 0.392, "mate in one": 0.137, "mate in one: BIG-bench": 0.137},
+        "environment": {"next state": 0.9961, "reward": 0.9911, "terminated": 0.9913, "truncated": 0.9998},
+        "self-play": {"half-moves before an illegal one": 36.3, "illegal moves": 0.027},
+    }
 }
 
 
@@ -80,11 +82,8 @@ def metric_columns(answers, rows):
 def policy(boards, questions, answers, engine, judged):
     """{row: column}. `engine` judges the legal moves of the first `judged` answers that have no label."""
     columns = metric_columns(answers, POLICY)
-    for what, chosen in {
-        "White": [board.turn for board in boards],
-        "Black": [not board.turn for board in boards],
-        "in check": [board.is_check() for board in boards],
-    }.items():
+    white, in_check = [board.turn for board in boards], [board.is_check() for board in boards]
+    for what, chosen in ("White", white), ("Black", [not turn for turn in white]), ("in check", in_check):
         for row in ("legal move", "best move"):
             columns[f"{row}: {what}"] = list(compress(columns[row], chosen))
     columns["best move agrees with own evaluations"] = column(agrees(text) for text, _ in answers)
@@ -100,10 +99,9 @@ def agrees(text):
     if not answer:
         return False
     moves, numbers, (best, _), _ = answer
-    ranking = sorted((number, move) for (move, _), (number, _) in zip(moves, numbers))
-    evaluations = {move: number for number, move in ranking}  # the highest of a repeated move
-    highest = [move for move, number in evaluations.items() if number == max(evaluations.values())]
-    return highest == [best] if len(highest) == 1 < len(evaluations) else None
+    top = max(number for number, _ in numbers)
+    highest = {move for (move, _), (number, _) in zip(moves, numbers) if number == top}
+    return highest == {best} if len(highest) == 1 < len({move for move, _ in moves}) else None
 
 
 def pawns_lost(engine, board, question, text, grade):
@@ -199,7 +197,6 @@ def measure(model, temperature, positions, mates, openings, engine, judged):
     """{section: {row: column}} of a model at one temperature."""
     playable = [position for position in positions if any(chess.Board(position.fen).legal_moves)]
     text_format, rng = rewards.chess_format(model.config), random.Random(0)
-
     questions = [rewards.policy_question(position, text_format) for position in playable]
     boards, answers = [chess.Board(p.fen) for p in playable], sample_and_grade(model, questions, temperature)
     sections = {"policy": policy(boards, questions, answers, engine, judged)}
@@ -278,17 +275,6 @@ def table(measured, columns):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def print_tables(names, measured, skills, change):
-    published = {"RookWorld-LM 124M": PUBLISHED}
-    if not change:
-        print(table(next(iter(measured.values())), skills[0] | published))
-        return
-    for t in measured:
-        columns = {"A": skills[0][t], "B": skills[1][t], "B - A": change[t]}
-        print(f"{t}\n\n{table(measured[t], columns | published)}\n")
-    print(f"A is {names[0]}, B is {names[1]}. * is more than noise: the interval of the difference leaves out zero.")
-
-
 def arguments():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -335,7 +321,13 @@ def main():
     skills = [each_row(figure, columns) for columns in measured]
     change = each_row(difference, *measured) if len(models) == 2 else None
     print(f"{len(positions)} held-out positions of {' '.join(a.data)}, on {device} in {str(dtype)[6:]}\n")
-    print_tables(a.model, measured[0], skills, change)
+    if len(models) == 1:
+        print(table(next(iter(measured[0].values())), skills[0] | PUBLISHED))
+    else:
+        for t, sections in measured[0].items():
+            columns = {"A": skills[0][t], "B": skills[1][t], "B - A": change[t]}
+            print(f"{t}\n\n{table(sections, columns | PUBLISHED)}\n")
+        print("A is {}, B is {}. * is more than noise: the interval leaves out zero.".format(*a.model))
     if a.json:
         result = {"settings": vars(a), "models": dict(zip(a.model, skills)), "difference": change}
         Path(a.json).write_text(json.dumps(result, indent=2) + "\n")
