@@ -118,22 +118,22 @@ def batch_of(groups, G=2, T=9):
 
 
 def test_an_update_that_runs_out_of_memory_is_tried_with_smaller_microbatches(toy_settings, monkeypatch, capsys):
-    """After a first microbatch, whose gradient must not count twice, and until it fits."""
-    toy_settings(MICROBATCH_TOKENS=4096)
+    """In the second epoch, after a first microbatch, whose gradient must not count twice; and until it fits."""
+    toy_settings(MICROBATCH_TOKENS=4096, EPOCHS=2)
     forward, failed, most = train.forward, [], 99
 
     def limited(model, batch):
         assert not any(tensor() is not None for tensor in failed)  # nothing of a failed try is kept
         logprobs, entropy = forward(model, batch)
-        if len(batch.tokens) > most:
+        if batch.old_logprobs is not None and len(batch.tokens) > most:
             failed.append(weakref.ref(logprobs))
             raise torch.OutOfMemoryError("injected")
         return logprobs, entropy
 
     def update():
-        model = toy.model()
+        model, reference = toy.model(), toy.model(seed=1).cast(torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        return train.update(model, None, optimizer, [batch_of(1), batch_of(6)], 0.0), model.state_dict()
+        return train.update(model, reference, optimizer, [batch_of(1), batch_of(6)], 0.1), model.state_dict()
 
     monkeypatch.setattr(train, "forward", limited)
     whole, expected = update()
@@ -233,4 +233,6 @@ def test_what_is_automatic_follows_the_device(monkeypatch, toy_settings, capsys,
 @pytest.mark.parametrize("groups, most, sizes", [(9, 80, [5, 2, 2]), (4, 25, [2, 1, 1])])
 def test_no_cut_leaves_one_group_behind_where_two_fit(groups, most, sizes):
     """torch.compile makes graphs of its own for a dimension of one, and has a limit for their number."""
-    assert [len(part.prompts) for part in microbatches(batch_of(groups), most)] == sizes
+    parts = microbatches(batch_of(groups), most)
+    assert [len(part.prompts) for part in parts] == sizes
+    assert all(part.tokens.shape[1] == part.completion_mask.sum(1).max() for part in parts)  # cut to its longest

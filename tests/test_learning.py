@@ -69,16 +69,6 @@ def test_with_shuffled_advantages_it_does_not_learn(monkeypatch):
     assert share(run(), max) < 0.5
 
 
-def test_with_the_letter_masked_out_it_does_not_learn(monkeypatch):
-    def masked(*args):
-        batch = generate(*args)
-        batch.completion_mask[:, 1] = False
-        return batch
-
-    monkeypatch.setattr(train, "generate", masked)
-    assert share(run(), max) < 0.5
-
-
 def test_a_variant_is_run_here_and_nothing_stays_changed(monkeypatch):
     monkeypatch.setattr(variants, "SHARED", variants.SHARED | {"STEPS": 1, "BATCH_POSITIONS": 2})
     before = {name: getattr(train, name) for name in ("STEPS", "task", "OUT_DIR", "evaluate")}
