@@ -49,8 +49,8 @@ def clear(out):
             path.unlink()
 
 
-def save(out, model, trainer, keep=2):
-    """Writes OUT_DIR/step-N and points `latest` to it; of older ones `keep` - 1 stay, and that of trainer["best"]."""
+def save(out, model, trainer):
+    """Writes OUT_DIR/step-N and points `latest` to it; of older ones the newest stays, and that of trainer["best"]."""
     folder = out / f"step-{trainer['step']:06d}"
     unfinished = out / ".unfinished"
     part = unfinished / folder.name
@@ -70,7 +70,7 @@ def save(out, model, trainer, keep=2):
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(f"{folder} could not be written ({error.strerror}); the checkpoint before it is whole.")
-    for old in folders(out)[keep:]:
+    for old in folders(out)[2:]:
         if old.name != f"step-{trainer['best'][1]:06d}":
             shutil.rmtree(old)
 

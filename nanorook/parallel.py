@@ -62,12 +62,6 @@ def explain(error):
     raise error
 
 
-def wait():
-    """Until all processes are here."""
-    if world() > 1:
-        dist.barrier()
-
-
 def finish():
     if world() > 1:
         dist.destroy_process_group()

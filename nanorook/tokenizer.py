@@ -135,12 +135,8 @@ def tokenizer_files(ranks, eos, words):
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
     content = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [end],
-        "normalizer": None,
         "pre_tokenizer": level,
-        "post_processor": None,
         "decoder": level,
         "model": {"type": "BPE", "vocab": {**vocab, END: eos}, "merges": [m for _, m in sorted(merges)]},
     }

@@ -216,8 +216,8 @@ def test_bad_games_are_left_out_if_they_are_few(tmp_path, capfd, bad):
         P.load(tmp_path / "many.pgn")
 
 
-def hub_dataset(tmp_path, monkeypatch, lines):
-    """A dataset in a cache of the hub's own client, which is offline in the tests."""
+def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
+    """In a cache of the hub's own client, which is offline in the tests."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repo = tmp_path / "datasets--jrahn--rookworld_7m"
@@ -225,11 +225,8 @@ def hub_dataset(tmp_path, monkeypatch, lines):
     folder.mkdir(parents=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0" * 40)
+    lines = [policy_line(p, p.moves[0][0]) for p in positions[:300]] + ["?"] * 10
     parquet.write_table(pyarrow.table({"text": lines}), folder / "train-00000-of-00003.parquet")
-
-
-def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
-    hub_dataset(tmp_path, monkeypatch, [policy_line(p, p.moves[0][0]) for p in positions[:300]] + ["?"] * 10)
     assert [p.fen for p in P.load("hub:jrahn/rookworld_7m")] == [p.fen for p in positions[:300]]
     assert "left out 10 of 310 lines" in capsys.readouterr().err
 
