@@ -74,13 +74,13 @@ def test_a_machine_that_multiplies_wrongly(examine, monkeypatch):
     linear = torch.nn.functional.linear
     wrong = lambda x, *rest: linear(x, *rest) * (1.02 if x.dtype == torch.float32 else 1)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "linear", wrong)
-    said(examine(), "computing", "products in float32 are wrong")
+    said(examine(), "computing", "float32 is wrong")
 
 
 def test_a_stub_in_the_place_of_the_truth(examine):
     same = [question._replace(truth=7) for question in toy.questions(8)]
     said(examine(questions=same), "questions", "that of a stub")
-    said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "Only 7 of 8")
+    said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no truth")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_stub_in_the_place_of_the_truth(examine):
         (lambda b: b._replace(tokens=b.tokens.where(b.tokens > 250, b.tokens + 1)), "completions", "not the text"),
         (lambda b: b._replace(completion_mask=b.completion_mask & (b.tokens != 256)), "completions", "goes untrained"),
         (lambda b: Batch(*b[:2], *(x if x is None else x[::2] for x in b[2:])), "completions", "GROUP_SIZE=4"),
-        (lambda b: b._replace(rollout_logprobs=b.rollout_logprobs - 11.5), "logprobs", "other weights or token ids"),
+        (lambda b: b._replace(rollout_logprobs=b.rollout_logprobs - 11.5), "logprobs", "weights and token ids"),
     ],
 )
 def test_a_batch_that_is_not_what_was_sampled(examine, monkeypatch, change, name, words):
@@ -105,8 +105,7 @@ def test_a_batch_that_is_not_what_was_sampled(examine, monkeypatch, change, name
         (lambda r: r - 9, "rewards", "instead of a cliff"),
         (lambda r: 1e6 * r, "rewards", "scale them"),
         (lambda r: 0.05, "rewards", "not by a cap"),
-        (lambda r: float(r > 0.3), "rewards", "grade in steps"),
-        (lambda r: 0.5 + 1e-4 * r, "advantages", "noise into signal"),  # divided by a tiny deviation
+        (lambda r: 0.5 + 1e-4 * r, "advantages", "use none"),  # divided by a tiny deviation
     ],
 )
 def test_rewards_that_teach_nothing_or_too_much(examine, monkeypatch, change, name, words):
@@ -123,7 +122,7 @@ def test_rewards_that_teach_nothing_or_too_much(examine, monkeypatch, change, na
 def test_a_temperature_that_one_side_leaves_out(examine, monkeypatch):
     sample = train.sample
     monkeypatch.setattr(train, "sample", lambda m, q, g, temperature, *rest: sample(m, q, g, 1.0, *rest))
-    said(examine(TEMPERATURE=0.7), "logprobs", "Sampling leaves out TEMPERATURE=0.7")
+    said(examine(TEMPERATURE=0.7), "logprobs", "use TEMPERATURE=0.7")
 
 
 def test_another_reference_and_the_gradient_it_makes(examine):

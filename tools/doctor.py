@@ -11,7 +11,6 @@ import copy
 import math
 import random
 import sys
-import textwrap
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from nanorook import hardware, monitor, parallel
 from nanorook.positions import DataError
 from nanorook.settings import refuse
 from nanorook.tokenizer import LoadError
-from rollout import distribution, microbatches
+from rollout import microbatches
 
 STEP = 10**9  # beyond all warm-ups
 UPDATES = 5  # on the same batch
@@ -81,9 +80,10 @@ def examine(model, reference, optimizer, questions):
         return train.forward(model, part)[0]
 
     before = each(trained)
-    yield logprobs(model, before, each, trained, 1e-3 if exact else 0.05)
+    yield logprobs(before, each(trained), each(lambda part: part.rollout_logprobs), 1e-3 if exact else 0.05)
     if reference is not None:
-        yield divergence(model, reference, before, each, 1e-5 if exact else 1e-3)
+        referred = each(lambda part: train.reference_logprobs(reference, part))
+        yield divergence(model, reference, before, referred, 1e-5 if exact else 1e-3)
     yield advantages(batches, samples)
 
     # The update, watched at the optimizer's door
@@ -97,8 +97,7 @@ def examine(model, reference, optimizer, questions):
         (metrics["skipped"], "It was not finite, so no update was made: see the checks above, or use DTYPE=float32."),
         (whole == 0, "It is 0, so nothing can be learnt from this batch: look at rewards and advantages."),
         (most > 1.001 * limit, f"A norm of {most:.4g} reaches the optimizer, above MAX_GRAD_NORM={limit:g}: clip it."),
-        (whole > 10 * limit, f"Its norm of {whole:,.0f} is clipped to {limit:g}: the weights are safe, but few tokens "
-         f"decide where they go; look at rewards and KL, or lower KL_COEF={train.KL_COEF:g}."),
+        (whole > 10 * limit, f"Clipped to {limit:g} it is what few tokens decide: lower KL_COEF, or the rewards."),
     )  # fmt: skip
     change = norm(tensor - old[name] for name, tensor in model.state_dict().items())
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
@@ -116,22 +115,19 @@ def examine(model, reference, optimizer, questions):
     gain = mean((each(trained) - before) * each(lambda part: part.advantages))
     yield check(
         "learning", {"updates": UPDATES, "KL of the first": first, "gain": gain},
-        (first > train.KL_DIVERGENCE_THRESHOLD,
-         f"One update moved the policy by a KL of {first:.4g} a token: lower LR={train.LR:g}."),
-        (not gain > 0, f"Better answers did not become likelier in {UPDATES} updates on this batch: look for a wrong "
-         f"sign, or lower LR={train.LR:g}."),
+        (first > train.KL_DIVERGENCE_THRESHOLD, f"One update made a KL of {first:.4g}: lower LR={train.LR:g}."),
+        (not gain > 0, f"Better answers did not become likelier: look for a wrong sign, or lower LR={train.LR:g}."),
     )  # fmt: skip
 
 
 def weights(model):
     state = model.state_dict()
     broken = sum(not tensor.isfinite().all() for tensor in state.values())
-    figures = {"parameters": sum(p.numel() for p in state.values()), "norm": norm(state.values()), "broken": broken}
+    untrained = not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
     return check(
-        "weights", figures,
+        "weights", {"tensors": len(state), "norm": norm(state.values()), "broken": broken},
         (broken, f"{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
-        (not any(tensor.any() for name, tensor in state.items() if name.endswith("bias")),
-         f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
+        (untrained, f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
 
@@ -145,8 +141,7 @@ def computing(model, question, exact):
     return check(
         "computing", {"error": error, "bound": bound, "asked again": change},
         (change > bound / 10, f"Asked again, the forward differs by {change:.4g}: remove dropout or other chance."),
-        (not error < bound, f"Logprobs are {error:.4g} from those in float64: products in {str(model.dtype)[6:]} are "
-         "wrong or too coarse on this machine; use DTYPE=float32."),
+        (not error < bound, f"{model.dtype} is wrong or too coarse here, by {error:.4g} nats: use DTYPE=float32."),
     )  # fmt: skip
 
 
@@ -154,11 +149,11 @@ def truths(questions):
     known = [question for question in questions if question.truth]
     kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
     stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
+    unknown = len(questions) - len(known)
     return check(
         "questions", {"count": len(questions), "with a truth": len(known), **kinds},
         (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
-        (len(known) < len(questions), f"Only {len(known)} of {len(questions)} have a known truth, so right answers go "
-         "unpaid: install Stockfish, or use tools.label."),
+        (unknown, f"{unknown} have no truth, so right answers go unpaid: install Stockfish, or use tools.label."),
     )  # fmt: skip
 
 
@@ -166,111 +161,74 @@ def completions(model, batch, samples):
     tokenizer, kind = model.tokenizer, samples[0].question.kind
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = monitor.means([s.grade.metrics for s in samples])
-    nats, chance = -mean(batch.rollout_logprobs[batch.completion_mask]), math.log(model.config.vocab_size)
+    nats = -mean(batch.rollout_logprobs[batch.completion_mask])
     expected, cut = len(batch.prompts) * train.GROUP_SIZE, sum(s.hit_limit for s in samples) / len(samples)
     ends = sum(row[-1:].count(tokenizer.eos) != row.count(tokenizer.eos) or row.count(tokenizer.eos) == s.hit_limit
                for row, s in zip(rows, samples))  # fmt: skip
     foreign = sum(tokenizer.decode(row) != s.text for row, s in zip(rows, samples))
-    figures = {"count": len(rows), "tokens": sum(map(len, rows)), "nats": nats, "hit_limit": cut, **metrics}
-    structure = metrics.get("structure", 1.0)
+    structure, limit = metrics.get("structure", 1.0), train.task.LIMITS[kind]
     return check(
-        f"{kind} completions", figures,
-        (len(rows) != expected, f"There are {len(rows)} instead of {expected}: GROUP_SIZE={train.GROUP_SIZE} does not "
-         "reach the sampler."),
+        f"{kind} completions",
+        {"count": len(rows), "tokens": sum(map(len, rows)), "nats": nats, "hit_limit": cut, **metrics},
+        (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
         (ends, f"The mask of {ends} does not end with their one end token, which goes untrained: use lengths."),
         (foreign, f"The tokens of {foreign} are not the text that was graded: keep the ids, make none from text."),
-        (structure < 0.2 and nats > 0.8 * chance, f"This is random text ({nats:.1f} nats a token, as by chance): "
-         f"MODEL={train.MODEL} was never loaded or trained."),
-        (cut > 0.2, f"{cut:.0%} run into the limit of {train.task.LIMITS[kind]} tokens: raise it if good answers are "
-         "longer, else pretrain with the end token."),
-        (structure < 0.2, f"Only {structure:.0%} have the structure of an answer: check the text format in "
-         "config.json, or pretrain first."),
+        (structure < 0.2 and nats > 0.8 * math.log(model.config.vocab_size),
+         f"This is random text: MODEL={train.MODEL} was never loaded or trained."),
+        (cut > 0.2, f"{cut:.0%} run into the limit of {limit} tokens: raise it, or pretrain with the end token."),
+        (structure < 0.2, f"Only {structure:.0%} have the form of an answer: check config.json, or pretrain first."),
     )  # fmt: skip
 
 
 def rewards(samples):
     values = torch.tensor([s.grade.reward for s in samples])
-    least, most, different = values.min().item(), values.max().item(), len((values * 1e6).round().unique())
+    least, most = values.min().item(), values.max().item()
+    same, capped = most - least < 1e-6, mean(values > most - 1e-6)
     apart = max(abs(s.grade.reward - sum(value for _, value, _ in s.grade.pieces)) for s in samples)
-    capped = mean(values > most - 1e-6)
-    figures = {"mean": mean(values), "std": values.std().item(), "min": least, "max": most}
     return check(
-        "rewards", figures | {"different": different},
+        "rewards", {"mean": mean(values), "std": values.std().item(), "min": least, "max": most},
         (not values.isfinite().all(), "A reward is NaN or infinite: find the completion that grade() cannot read."),
         (apart > 1e-4, f"The pieces of an answer differ from its reward by {apart:.4g}: they have to add up to it."),
         (most < 0, f"Every reward is negative, the best is {most:g}: pay for each right part instead of a cliff."),
         (max(-least, most) > 10, f"They go from {least:g} to {most:g}, so a few rows outweigh the others: scale them."),
-        (different == 1, f"Every reward is {most:g}, so there is no gradient: penalise by a factor, not by a cap."),
-        (different == 2 < len(values) / 2, f"They are {least:g} or {most:g}, which leaves groups without variance: "
-         "grade in steps."),
-        (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}, which hides the better ones: "
-         "penalise by a factor, not by a cap."),
+        (same, f"Every reward is {most:g}, so there is no gradient: penalise by a factor, not by a cap."),
+        (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
     )  # fmt: skip
 
 
-def logprobs(model, before, each, trained, bound):
-    sampled = each(lambda part: part.rollout_logprobs)
-    gap, again = mean((before - sampled).abs()), mean((each(trained) - before).abs())
-
-    def under(*filters):
-        """How far the recorded logprobs are from the distribution as rollout.py has it, whatever train.forward does."""
-
-        def of(part):
-            logits = model.score(part.prompts, part.prompt_lengths, part.tokens)
-            return distribution(logits, *filters, keep=part.tokens).gather(-1, part.tokens[..., None])[..., 0]
-
-        return mean((each(of) - sampled).abs())
-
-    filters = train.TEMPERATURE, train.TOP_K, train.TOP_P
-    names = "TEMPERATURE={:g}, TOP_K={} or TOP_P={:g}".format(*filters)
-    wrong = not gap < bound
+def logprobs(before, again, sampled, bound):
+    gap, change = mean((before - sampled).abs()), mean((again - before).abs())
+    sides = f"TEMPERATURE={train.TEMPERATURE:g}, TOP_K={train.TOP_K} and TOP_P={train.TOP_P:g}, weights and token ids"
     return check(
         "logprobs", {"sampling": mean(sampled), "training": mean(before), "gap": gap, "bound": bound},
         (not before.isfinite().all(), "Training gives NaN or infinity from finite weights: use DTYPE=float32."),
-        (again > bound / 10, "Asked again, the training forward gives other numbers: remove dropout or other chance."),
-        (wrong and under(*filters) < bound, f"Training leaves out {names}: train the distribution that is sampled."),
-        (wrong and under() < bound, f"Sampling leaves out {names}: hand them on to it."),
-        (wrong, f"Sampling and training disagree by {gap:.4f} nats a token: look for other weights or token ids on one "
-         "side; if it is rounding, use DTYPE=float32."),
+        (change > bound / 10, "Asked again, the training forward gives other numbers: remove dropout or other chance."),
+        (not gap < bound, f"Sampling and training differ by {gap:.4f} nats a token: use {sides} on both sides."),
     )  # fmt: skip
 
 
-def divergence(model, reference, before, each, bound):
-    referred = each(lambda part: train.reference_logprobs(reference, part))
+def divergence(model, reference, before, referred, bound):
     kl = mean(grpo.kl(before, referred, torch.ones_like(before), "k3"))
     pairs = zip(model.state_dict().values(), reference.state_dict().values())
     differ = sum(not torch.equal(a.to(b.device, model.dtype), b.to(model.dtype)) for a, b in pairs)
-    start = f"It is {kl:.4g} a token before any update, "
+    wrong, start = not kl < bound, f"It is {kl:.4g} a token before any update"
     return check(
         "KL", {"per token": kl, "tensors that differ": differ},
-        (not kl < bound and differ, f"{start}and {differ} tensors are not the policy's: the reference is not the start "
-         "model, so copy it from there."),
-        (not kl < bound, f"{start}with equal weights: look for dropout, another precision or another temperature on "
-         "one side, and do not raise the threshold."),
+        (wrong and differ, f"{start}, and {differ} tensors differ: the reference is not the start model, so copy it."),
+        (wrong, f"{start}, with equal weights: look for dropout, precision or temperature on one side only."),
     )  # fmt: skip
 
 
 def advantages(batches, samples):
     values = torch.cat([batch.advantages[batch.completion_mask] for batch in batches]).float()
     groups = torch.tensor([s.grade.reward for s in samples]).view(-1, train.GROUP_SIZE)
-    still = mean(grpo.constant(groups))
-    spread = (groups - groups.mean(1, keepdim=True)).abs().max().clamp(min=1e-9)
-    amplified = (values.abs().max() / spread.to(values.device)).item()
-    figures = {"std": values.std().item(), "min": values.min().item(), "max": values.max().item()}
+    still, most = mean(grpo.constant(groups)), values.abs().max().item()
+    times = most / max(1e-9, (groups - groups.mean(1, keepdim=True)).abs().max().item())
     return check(
-        "advantages", figures | {"frac_zero_std": still},
+        "advantages", {"std": values.std().item(), "most": most, "frac_zero_std": still},
         (still > 0.5, f"{still:.0%} of groups have one reward only and teach nothing: grade in steps."),
-        (amplified > 20, f"SCALE_REWARDS={train.SCALE_REWARDS} makes the differences of near-constant rewards "
-         f"{amplified:.0f} times as large, which turns noise into signal: use none."),
+        (times > 20, f"SCALE_REWARDS={train.SCALE_REWARDS} makes noise {times:.0f} times as large: use none."),
     )  # fmt: skip
-
-
-def show(found):
-    figures = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in found.figures.items())
-    head = f"{found.name:24}{'WRONG' if found.sentence else 'ok':7}"
-    print(textwrap.fill(head + figures, 110, subsequent_indent=" " * 31), flush=True)
-    if found.sentence:
-        print(textwrap.fill(found.sentence, 110, initial_indent=f"{'':24}-> ", subsequent_indent=" " * 27), flush=True)
 
 
 def main():
@@ -286,7 +244,10 @@ def main():
     checks = []
     for found in examine(model, reference, train.make_optimizer(model), questions):
         checks.append(found)
-        show(found)
+        figures = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in found.figures.items())
+        print(f"{found.name:24}{'WRONG' if found.sentence else 'ok':7}{figures}", flush=True)
+        if found.sentence:
+            print(f"{'':24}-> {found.sentence}", flush=True)
     wrong = [found.name for found in checks if found.sentence]
     print(f"\nwrong: {', '.join(wrong)}" if wrong else f"\nall {len(checks)} checks are ok")
     sys.exit(bool(wrong))
