@@ -13,19 +13,16 @@ from pathlib import Path
 import pytest
 
 from nanorook import positions
-from test_tokenizer import train_bpe
 
 ROOT = Path(__file__).parent.parent
 STAGES = "label pretrain-tiny decay-tiny pretrain-gpt2 before-tiny before-gpt2 grpo-tiny after-tiny bench".split()
 
 
 @pytest.fixture(scope="module")
-def env(tmp_path_factory):
+def env(bpe_folder):
     """TINY settings, and a small byte-level BPE in the place of GPT-2's."""
-    folder = tmp_path_factory.mktemp("bpe")
-    train_bpe(folder)
     kept = {n: v for n, v in os.environ.items() if n not in ("POSITIONS", "OUT", "MINUTES")}
-    tiny = {"TINY": "1", "MINUTES": "200", "PYTHON": sys.executable, "GPT2_TOKENIZER": str(folder)}
+    tiny = {"TINY": "1", "MINUTES": "200", "PYTHON": sys.executable, "GPT2_TOKENIZER": str(bpe_folder)}
     return kept | tiny | {"OMP_NUM_THREADS": "1"}
 
 

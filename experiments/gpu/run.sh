@@ -138,7 +138,7 @@ if [ -n "${TINY:-}" ]; then
     grpo_tiny=$grpo grpo_gpt2=$grpo
     bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
 small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
-b.workloads = lambda device: {'W4': all(device)['W4']._replace(**small)}; b.main()" --runs 1 --only nanorook)
+b.workloads = lambda device: {'W4': all(device)['W4']._replace(**small)}; b.main()" W4 --runs 1 --only nanorook)
 else
     label="--positions 600000 --seed 1"
     # More steps than there is time for, at a constant rate: the limit ends them, and a cut loses nothing.
