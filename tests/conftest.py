@@ -14,7 +14,7 @@ import torch
 import toy
 import train
 from model import GPT, GPTConfig
-from nanorook import stockfish
+from nanorook import positions, stockfish
 from nanorook.tokenizer import Tokenizer
 
 
@@ -63,6 +63,20 @@ def hf_folder(hf_model, tmp_path_factory):
 @pytest.fixture
 def model(hf_folder):
     return GPT.load(hf_folder)
+
+
+@pytest.fixture(scope="session")
+def bpe_folder(tmp_path_factory):
+    """The tokenizer files of a small byte-level BPE, in the place of GPT-2's."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Tokenizer
+
+    folder, texts = tmp_path_factory.mktemp("bpe"), map(positions.write_position, positions.load("builtin")[:300])
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.save_model(str(folder))
+    GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

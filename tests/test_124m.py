@@ -19,9 +19,9 @@ def test_a_large_model_is_told_its_learning_rate(toy_run, monkeypatch, capsys):
     numel = torch.nn.Parameter.numel
     monkeypatch.setattr(torch.nn.Parameter, "numel", lambda self: 10_000 * numel(self))
     toy_run("large", STEPS=1, LR=3e-5)
-    assert "LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 is what worked for 124M" in capsys.readouterr().out
+    assert "LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7" in capsys.readouterr().out
     toy_run("fine", STEPS=1, LR=1e-5)
-    assert "is what worked" not in capsys.readouterr().out
+    assert "CLIP_RANGE=0.1" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

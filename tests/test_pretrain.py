@@ -19,7 +19,6 @@ import rewards
 from model import GPT
 from nanorook import positions
 from nanorook.positions import contract_board, expand_board
-from test_tokenizer import train_bpe
 from tools import pretrain
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
@@ -55,9 +54,9 @@ def few(tmp_path_factory):
 
 @pytest.fixture
 def draw(monkeypatch):
-    def draw(step, text_format="squares", rows=96):
+    def draw(step, text_format="squares", rows=96, init=None):
         names = dict(text_format=text_format, tokenizer=pretrain.TOKENIZERS[FORMATS[text_format]](), n_positions=512)
-        names |= dict(labelled=LABELLED[0], rare=RARE, args=argparse.Namespace(seed=0, rows=rows))
+        names |= dict(labelled=LABELLED[0], rare=RARE, args=argparse.Namespace(seed=0, rows=rows, init=init))
         for name, value in names.items():
             monkeypatch.setattr(pretrain, name, value, raising=False)
         return pretrain.draw_texts(step)
@@ -101,6 +100,7 @@ def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often(draw):
     assert 0.12 < checks / 2000 < 0.25  # a twelfth in games
     assert 0.34 < captures / legal < 0.46
     assert draw(7) == draw(7) != draw(8)
+    assert len(draw(0, init="model")["legal"]) < 0.2 * 96 < len(draw(0)["legal"])  # it knows the rules already
 
 
 def test_squares_that_a_move_leaves_alone_count_less(draw):
@@ -171,11 +171,9 @@ def test_it_learns(run, few, monkeypatch):
     assert len(texts) == 10 and torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1)[places], targets) < 2.5
 
 
-def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, tmp_path):
+def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
     """The 124M configuration in small: its text format, a byte-level BPE from a folder, weights to start from."""
-    (tmp_path / "bpe").mkdir()
-    train_bpe(tmp_path / "bpe")
-    shape = "--tokenizer", tmp_path / "bpe", "--format", "rookworld", "--positions", 512, "--half"
+    shape = "--tokenizer", bpe_folder, "--format", "rookworld", "--positions", 512, "--half"
     first = run("m", "--data", few, "--steps", 2, *shape)
     model = GPT.load(run("n", "--data", few, "--steps", 1, "--init", first))
     assert model.config.extra["chess_format"] == "rookworld"

@@ -78,6 +78,9 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run):
         toy_run("c", SEED=2)
     gc.collect()
     assert toy_run("c", SEED=0, FRESH=True) == rows
+    gc.collect()
+    with pytest.raises(SystemExit, match="holds a finished run of 2 steps; name another OUT_DIR, raise STEPS"):
+        toy_run("c", SEED=0)
 
 
 def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, capsys):
