@@ -59,6 +59,8 @@ def test_damage_is_named_and_the_one_before_is_taken(small, tmp_path, file):
 
 @pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "rename")])
 def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, owner, name):
+    (tmp_path / ".unfinished/step-000001").mkdir(parents=True)  # left by a process that was killed
+    (tmp_path / ".unfinished/step-000001/sums.json").write_text("{}")
     save(tmp_path, small, 1)
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="step-000002 could not be written"):
         patch.setattr(owner, name, Mock(side_effect=OSError(errno.ENOSPC, "No space left")))

@@ -49,6 +49,7 @@ def test_labels_are_those_of_python_chess_s_engine(engine):
                     depths.setdefault(line["depth"], {}).setdefault(line["multipv"], line)
     lines = depths[max(depth for depth, lines in depths.items() if len(lines) == 5)]
     expected = tuple((line["pv"][0].uci(), line["score"].relative.score()) for _, line in sorted(lines.items()))
+    assert engine.search(board, 3 * NODES) != expected  # leaves its hash table behind
     assert engine.search_afresh(board, NODES) == expected
 
 
