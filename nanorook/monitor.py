@@ -23,6 +23,7 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     """(state, what is wrong and what to do) of a step with metrics `m` after the steps `past`."""
     rewards = [row["reward"] for row in past]
     falling = len(past) >= 40 and fmean(rewards[-20:]) < fmean(rewards[-40:-20]) - 0.05
+    alike = m["frac_zero_std"] > 0.5 and m["reward"] < 0.8 * m["reward_max"]  # above it the questions are solved
     structure = m.get("structure", 1.0)
     for state, wrong, advice in (
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
@@ -31,7 +32,7 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         ("red", m["hit_limit"] > 0.8, "most completions are cut off at their limit: raise MAX_NEW_TOKENS"),
         ("red", structure < 0.2, "completions are malformed: lower LR, and look at the samples"),
         ("red", m["reward_max"] < 0, "every reward is negative: nothing can be learnt from this batch"),
-        ("yellow", m["frac_zero_std"] > 0.5, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
+        ("yellow", alike, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
         ("yellow", m["hit_limit"] > 0.2, "many completions hit their limit: raise MAX_NEW_TOKENS"),

@@ -93,5 +93,5 @@ def compare(old, say):
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
             if name in ("MODEL", "DATA", "TASK", "SEED"):
-                refuse(f"this run was started with {name}={old[name]}; use that again, or start over with FRESH=1.")
+                refuse(f"this run was started with {name}={old[name]}; use that again, or name another OUT_DIR.")
             say(f"{name} was {old[name]} and is now {value}")

@@ -48,6 +48,7 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
         *[(change, "red") for change in ({"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1})],
         *[(change, "yellow") for change in ({"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1})],
         ({"reward": 0.1}, "yellow"),  # it falls
+        ({"frac_zero_std": 0.6, "reward": 0.9}, "green"),  # most questions are solved
     ],
 )
 def test_a_step_is_diagnosed(change, state):

@@ -74,7 +74,7 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run):
     rows = toy_run("a")
     assert toy_run("b") == rows != toy_run("c", SEED=1)
     gc.collect()
-    with pytest.raises(SystemExit, match="started with SEED=1; use that again, or start over with FRESH=1"):
+    with pytest.raises(SystemExit, match="started with SEED=1; use that again, or name another OUT_DIR"):
         toy_run("c", SEED=2)
     gc.collect()
     assert toy_run("c", SEED=0, FRESH=True) == rows
