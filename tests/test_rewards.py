@@ -181,11 +181,11 @@ def test_each_piece_judges_its_own_words(text_format):
 def test_a_perfect_answer_is_worth_one(fen, text_format):
     result = policy(rewards.policy_completion(fen, label(fen), text_format), fen, text_format=text_format)
     assert result.reward == 1.0 and result.metrics.pop("eval_mae") == result.metrics.pop("cp_loss") == 0
-    assert set(result.metrics.values()) == {1.0}
+    assert {result.metrics[name] for name in ("legal", "top5", "best", "candidates", "candidates_legal")} == {1.0}
     for move in label(fen)[0][0], "e2e5":
         text = rewards.environment_completion(*rewards.transition(fen, move), text_format)
         result = environment(text, fen, move, text_format)
-        assert result.reward == 1.0 and set(result.metrics.values()) == {1.0}
+        assert result.reward == result.metrics["next_state"] == result.metrics["truncated"] == 1.0
 
 
 def rungs(fen, labels):
@@ -307,8 +307,8 @@ def test_without_an_engine_the_ladder_ends_at_legal(monkeypatch):
     monkeypatch.setattr(rewards, "labeller", lambda: Mock(label=lambda fen: ()))
     moves = legal_moves(START)
     legal, illegal = (policy(answer(moves[:5], [0] * 5, best), labels=()) for best in (moves[0], "a1a1"))
-    names = "structure", "parse", "clean", "listed", "candidates_legal", "legal"
-    assert legal.reward == pytest.approx(sum(POLICY_WEIGHTS[name] for name in names)) and legal.reward > illegal.reward
+    unknown = sum(POLICY_WEIGHTS[name] for name in ("candidates", "evals", "top5", "loss", "best"))
+    assert legal.reward == pytest.approx(1 - unknown) and legal.reward > illegal.reward
     assert legal.metrics["unlabelled"] == 1.0 and not {"top5", "best", "candidates"} & legal.metrics.keys()
 
 
