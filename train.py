@@ -41,7 +41,7 @@ DATA                    = setting("DATA", "builtin", "chess: where positions com
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "decides questions and samples: step n draws the same in every run")
-STEPS                   = setting("STEPS", 100, "rollout batches to learn from", low=1)
+STEPS                   = setting("STEPS", 80, "rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 32, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 4, "G, completions of each prompt", low=2)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
