@@ -70,7 +70,7 @@ TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of th
 TOP_K                   = setting("TOP_K", 0, "sample from the k likeliest tokens; 0 is all", low=0)
 TOP_P                   = setting("TOP_P", 1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1)
 
-EVAL_EVERY              = setting("EVAL_EVERY", 50, "steps between evaluations on held-out questions; 0: only before and after", low=0)
+EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
