@@ -11,7 +11,7 @@ A task file provides what train.py and the tools that are not about chess ask fo
 
 Question and Grade are NamedTuples: a Question has `kind`, `prompt` and what grade() needs, a Grade has the fields below.
 A metric "structure" is the share of answers that can be read; a run whose first answers have less than 0.2 of it is
-refused. `config` is the model's, whose `extra` holds what its folder says of the text format.
+refused. A perfect answer is worth 1. `config` is the model's, whose `extra` holds what its folder says of the text format.
 
 Chess has two kinds of questions:
 
@@ -66,7 +66,7 @@ def start_model():
 
 def load(source, config):
     found = positions.load(source)  # a position where the game is over has no question
-    return positions.split([p for p in found if p.moves or p.asked or any(chess.Board(p.fen).legal_moves)])
+    return positions.split([p for p in found if p.moves or any(chess.Board(p.fen).legal_moves)])
 
 
 def ask(items, count, rng, config):

@@ -1,7 +1,7 @@
 """GRPO for a language model with a verifier, from top to bottom: settings, one step, the guard, the loop.
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
-STEPS=50 LR=3e-5 ./train.sh                      settings from the environment
+STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
 ./train.sh MODEL=jrahn/RookWorld-LM-124M LR=1e-5     or as arguments; --help lists them
 TASK=examples/letters.py ./train.sh              another task
 
@@ -110,7 +110,7 @@ def sample(model, questions, group_size, temperature, noise, step=math.inf):
         prompts = [model.tokenizer.encode(question.prompt) for question in chosen]
         limit = min(task.LIMITS[chosen[0].kind], model.config.n_positions - max(map(len, prompts)))
         if limit < 1:
-            refuse(f"the model's {model.config.n_positions} positions leave no room after its longest prompt.")
+            refuse(f"the model's {model.config.n_positions} positions leave no room after its longest prompt; use shorter ones.")
         uniform = noise[indices].flatten(0, 1)[:, :limit].to(model.wte.weight.device)
         batch = generate(model, prompts, group_size, limit, temperature, TOP_K, TOP_P, uniform)
         rows = zip(batch.tokens.tolist(), batch.hit_limit.tolist())
@@ -158,7 +158,7 @@ def in_halves(work, items):
         return [work(items)]
     except torch.OutOfMemoryError:
         if len(items) == 1:
-            refuse("out of memory with the answers to a single question: lower GROUP_SIZE or MAX_NEW_TOKENS.")
+            refuse("out of memory with the answers to a single question: lower GROUP_SIZE, or the limit of new tokens.")
     torch.cuda.empty_cache()  # outside of the except block, which keeps the failed tensors alive
     half = len(items) // 2
     return in_halves(work, items[:half]) + in_halves(work, items[half:])
@@ -207,7 +207,7 @@ def accumulate(model, reference, parts, normalizer, kl_coef, longest):
         if reference is not None:
             kl = grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)
             loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
+            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()  # always: one token can blow up k3's mean
         loss.backward()
         stat["gap"] = torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum()
         stat |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
@@ -228,7 +228,7 @@ def accumulate_in_memory(model, reference, parts, *args):
         except torch.OutOfMemoryError:
             sizes = [part.prompts.numel() + part.tokens.numel() for part in parts if len(part.prompts) > 1]
             if not sizes:
-                refuse("out of memory with the answers to a single question: lower GROUP_SIZE or MAX_NEW_TOKENS.")
+                refuse("out of memory with the answers to a single question: lower GROUP_SIZE, or the limit of new tokens.")
         # outside of the except block, which keeps the failed tensors alive
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
@@ -239,7 +239,7 @@ def accumulate_in_memory(model, reference, parts, *args):
 def update(model, reference, optimizer, batches, kl_coef, first=False):
     """EPOCHS updates from one step's batches; what was measured, `skipped` where an update was not made.
 
-    `first`: before the first update of a run policy, sampler and reference are one function, or it does not start.
+    `first`: also check that sampler, policy and reference agree, as they must before the first update.
     """
     parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
     longest = max(task.LIMITS.values())
@@ -333,7 +333,7 @@ def make_optimizer(model):
 
 
 def make_reference(model, device, dtype):
-    return copy.deepcopy(model).to(REF_DEVICE or device).cast(dtype)
+    return copy.deepcopy(model).to(hardware.choose(REF_DEVICE) if REF_DEVICE else device).cast(dtype)
 
 
 def main():
@@ -355,9 +355,11 @@ def main():
     if found:
         state = found[1]
         settings.compare(state["settings"], say)
-        if state["step"] >= STEPS and (out / "model").exists():
+        if state["step"] >= STEPS and "after" in state["skill"] and (out / "model").exists():
             refuse(f"{out} holds a finished run of {state['step']} steps; name another OUT_DIR, raise STEPS to go on, "
                    "or start over with FRESH=1.")  # fmt: skip
+        if "after" in state["skill"] and state["step"] < STEPS:  # a finished run that goes on
+            state["skill"][f"step {state['step']}"] = state["skill"].pop("after")
         say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
     if len(set(parallel.gather([state["step"]]))) > 1:
         refuse(f"not all processes see the same checkpoints: OUT_DIR={out} has to be a folder that all machines share.")
@@ -376,7 +378,7 @@ def main():
     if found:
         for saved in (state["optimizer"], state["good"][1]):
             saved["param_groups"] = optimizer.state_dict()["param_groups"]  # today's settings count
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state.pop("optimizer"))
     else:
         state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
@@ -388,7 +390,7 @@ def main():
     say(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
         f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
-        say(f"LR={LR:g} is high for a model of this size; earlier runs of one used LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7.")
+        say(f"LR={LR:g} is high for a model of this size; LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 suit one of 124M.")
     if lead:
         about = monitor.describe("./train.sh", device, dtype)
         past, write = monitor.open_log(out, state["step"] if state["skill"] else -1, about, REPORT_TO, RUN_NAME)
@@ -446,7 +448,7 @@ def main():
             state |= {"lr_factor": state["lr_factor"] * RECOVERY_LR_FACTOR, "skipped_in_a_row": 0}
             say(f"back to the last good state, with LR times {state['lr_factor']:g}")
         elif snapshot and not metrics["skipped"]:
-            state["good"] = snapshot  # this step has just seen that its completions and their KL are sound
+            state["good"] = snapshot  # taken before this update; this step's completions and their KL were sound
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
             reference = make_reference(model, device, dtype)
 

@@ -1,6 +1,6 @@
 """Checkpoints: each appears whole or not at all, and is verified before it is used.
 
-OUT_DIR/step-000050/ is a Hugging Face folder with trainer.pt (what training needs to go on) and sums.json (SHA-256 of
+OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt (what training needs to go on) and sums.json (SHA-256 of
 every file); OUT_DIR/latest is a link to the newest.
 """
 
@@ -12,10 +12,12 @@ import shutil
 import signal
 
 import torch
+from safetensors import SafetensorError
 
+STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run leaves in OUT_DIR
 MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report.html model tensorboard wandb".split()
-MADE += "step-?????? latest .lock .unfinished .latest .model-* .metrics.jsonl .samples.jsonl".split()
+MADE += f"{STEP} latest .lock .unfinished .latest .model-* .metrics.jsonl .samples.jsonl".split()
 
 
 class CheckpointError(Exception):
@@ -50,7 +52,7 @@ def clear(out):
 
 
 def save(out, model, trainer):
-    """Writes OUT_DIR/step-N and points `latest` to it; of older ones the newest stays, and that of trainer["best"]."""
+    """Writes OUT_DIR/step-N and points `latest` to it; keeps the one before it and the one with the best evaluation."""
     folder = out / f"step-{trainer['step']:06d}"
     unfinished = out / ".unfinished"
     part = unfinished / folder.name
@@ -67,9 +69,10 @@ def save(out, model, trainer):
         (out / ".latest").symlink_to(folder.name)
         os.replace(out / ".latest", out / "latest")
         flush(out)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own on a full disk
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"{folder} could not be written ({error.strerror}); the checkpoint before it is whole.")
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{folder} could not be written ({reason}); the checkpoint before it is whole.")
     for old in folders(out)[2:]:
         if old.name != f"step-{trainer['best'][1]:06d}":
             shutil.rmtree(old)
@@ -93,11 +96,15 @@ def load(out, say):
 
 def folders(out):
     """The checkpoints, newest first."""
-    return sorted(out.glob("step-??????"), reverse=True)
+    return sorted(out.glob(STEP), reverse=True)
 
 
 def digest(file):
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    sha = hashlib.sha256()
+    with open(file, "rb") as content:
+        while block := content.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
 
 
 def flush(path):

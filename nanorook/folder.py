@@ -40,7 +40,10 @@ def read_weights(folder):
     if (folder / "model.safetensors").exists():
         names = ["model.safetensors"]
     elif index.exists():
-        names = sorted({Path(name).name for name in read_json(index).get("weight_map", {}).values()})
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise LoadError(f"{index}: its weight_map does not map tensors to files.")
+        names = sorted({Path(name).name for name in shards.values()})
     elif (folder / "pytorch_model.bin").exists():
         names = ["pytorch_model.bin"]
     else:

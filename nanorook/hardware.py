@@ -6,11 +6,16 @@ import time
 
 import torch
 
+from nanorook.settings import refuse
+
 
 def choose(name="auto"):
     """The device of that name; auto: cuda if there is one."""
     torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    try:
+        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError:
+        refuse(f"{name} is no device; use auto, cpu, cuda or cuda:1.")
 
 
 def fastest_dtype(device):

@@ -16,14 +16,14 @@ from statistics import fmean
 import torch
 
 from nanorook.checkpoint import rewind
-from nanorook.settings import values
+from nanorook.settings import GIVEN, SETTINGS, values
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
     """(state, what is wrong and what to do) of a step with metrics `m` after the steps `past`."""
     rewards = [row["reward"] for row in past]
     falling = len(past) >= 40 and fmean(rewards[-20:]) < fmean(rewards[-40:-20]) - 0.05
-    alike = m["frac_zero_std"] > 0.5 and m["reward"] < 0.8 * m["reward_max"]  # above it the questions are solved
+    alike = m["frac_zero_std"] > 0.5 and m["reward"] < 0.8  # above it most questions are solved
     structure = m.get("structure", 1.0)
     for state, wrong, advice in (
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
@@ -130,8 +130,9 @@ def describe(command, device, dtype):
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
     cuda = torch.device(device).type == "cuda"
+    given = [f"{name}={GIVEN['environment'][name]}" for name in SETTINGS if name in GIVEN["environment"]]
     return {
-        "command": shlex.join([*command.split(), *sys.argv[1:]]),
+        "command": shlex.join([*command.split(), *given, *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": git.stdout.decode().strip() or "unknown",
         "machine": torch.cuda.get_device_name(device) if cuda else f"{os.cpu_count()} cores of {cpu}",

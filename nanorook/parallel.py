@@ -52,7 +52,7 @@ def launch(processes):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # as torchrun would set them
         if rank > 0:
             process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True)
-            atexit.register(process.terminate)
+            atexit.register(process.kill)  # it has nothing to save
 
 
 def explain(error):

@@ -20,10 +20,13 @@ WHOLE_TEXT = r"[\s\S]+"
 
 def read_json(path):
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds something else")
+        return content
     except FileNotFoundError:
         raise LoadError(f"{path.parent}: there is no {path.name}; a model is a folder as transformers saves it.")
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise LoadError(f"{path}: not readable as a JSON object ({error}).")
 
 
@@ -74,6 +77,9 @@ class Tokenizer:
             byte = {name: b for b, name in byte_names().items()}
             ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *merged}}
             eos, ids = vocab[END], [vocab[token] for token in merged]
+            known = [eos, *ranks.values()]
+            if not all(type(i) is int and 0 <= i < 2**31 for i in known) or len({*known}) < len(known):
+                raise ValueError("each token needs a whole number of its own as id")
             if any(a >= b for a, b in zip(ids, ids[1:])):
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
         except LoadError:

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import toy
 import train
@@ -57,13 +58,17 @@ def test_damage_is_named_and_the_one_before_is_taken(small, tmp_path, file):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("owner, name", [(torch, "save"), (os, "rename")])
-def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, owner, name):
+FULL = OSError(errno.ENOSPC, "No space left"), RuntimeError("unexpected pos"), SafetensorError("No space left")
+WRITERS = zip((os, torch, GPT), ("rename", "save", "save"), FULL)  # each with the error that it raises
+
+
+@pytest.mark.parametrize("owner, name, error", WRITERS)
+def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, owner, name, error):
     (tmp_path / ".unfinished/step-000001").mkdir(parents=True)  # left by a process that was killed
     (tmp_path / ".unfinished/step-000001/sums.json").write_text("{}")
     save(tmp_path, small, 1)
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="step-000002 could not be written"):
-        patch.setattr(owner, name, Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        patch.setattr(owner, name, Mock(side_effect=error))
         save(tmp_path, small, 2)
     assert load(tmp_path)[0] == "step-000001" and not (tmp_path / ".unfinished").exists()
 

@@ -198,7 +198,7 @@ def test_pgn(tmp_path, name):
         texts.append(str(game))
         replay = chess.Board()
         for move in board.move_stack:
-            expected.append(as_position(replay)._replace(asked=move.uci()))
+            expected.append(as_position(replay))
             replay.push(move)
     assert P.load(save(tmp_path / name, texts)) == expected
 
@@ -262,6 +262,13 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
     message = str(error.value)
     assert message.startswith(str(tmp_path / "bad")) and message.endswith(".")
     assert "\n" not in message and len(message) < 420
+
+
+def test_a_line_without_eight_ranks_is_bad_wherever_it_stands(positions, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(P, "VERIFIED_LINES", 100)
+    lines = [P.write_position(position) for position in positions[:300]]
+    assert P.load(save(tmp_path / "odd", [*lines, "8/8/8 w - - 0 1;;a1a2:1"])) == positions[:300]
+    assert "odd: left out 1 of 301 lines" in capsys.readouterr().err
 
 
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys):

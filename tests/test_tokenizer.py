@@ -97,6 +97,7 @@ BAD = {
     "order of the merges": swap_merges,
     "KeyError: 'Δ": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
     "KeyError: '<": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
+    "a whole number of its own": lambda c: c["model"]["vocab"].update({"a": 1, "b": 1}),
     "TypeError": lambda c: c["model"].update(merges=3),
 }
 

@@ -60,9 +60,10 @@ def test_transformers_opens_the_trained_model_and_all_its_weights_have_learnt(ch
 
 
 def test_an_error_is_one_sentence(tmp_path):
-    result = user_runs("MODEL=nowhere", OUT_DIR=str(tmp_path))
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith("error: nowhere") and result.stderr.count("\n") == 1
+    for setting, beginning in (("MODEL=nowhere", "error: nowhere"), ("DEVICE=gpu", "error: gpu is no device")):
+        result = user_runs(setting, OUT_DIR=str(tmp_path))
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr.startswith(beginning) and result.stderr.count("\n") == 1
 
 
 def test_too_few_items_for_a_batch_are_refused(toy_run):
@@ -70,7 +71,7 @@ def test_too_few_items_for_a_batch_are_refused(toy_run):
         toy_run(BATCH_POSITIONS=101)
 
 
-def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run):
+def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     rows = toy_run("a")
     assert toy_run("b") == rows != toy_run("c", SEED=1)
     gc.collect()
@@ -81,6 +82,9 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run):
     gc.collect()
     with pytest.raises(SystemExit, match="holds a finished run of 2 steps; name another OUT_DIR, raise STEPS"):
         toy_run("c", SEED=0)
+    gc.collect()
+    toy_run("c", SEED=0, STEPS=3)
+    assert list(json.loads((tmp_path / "c" / "skill.json").read_text())) == ["before", "step 2", "after"]
 
 
 def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, capsys):
