@@ -2,16 +2,16 @@
 
 A task file provides what train.py and the tools that are not about chess ask for (examples/letters.py is a small one):
 
-    start_model()                       the folder of the model that training starts from, made first if need be
-    DEFAULTS                            {setting: default} where the task needs others than train.py has
-    load(source, config)                what questions are about: (training items, held-out items), two lists
-    ask(items, count, rng, config)      `count` Questions about some of the items, the same for the same rng
-    LIMITS                              {kind of question: the most tokens that an answer may have}
-    grade(question, text, hit_limit, step)    Grade: the reward, its pieces, and metrics to be logged
+    start_model()                              the folder of the model that training starts from, made first if need be
+    DEFAULTS                                   {setting: default} where the task needs others than train.py has
+    load(source, config)                       what questions are about: (training items, held-out items), two lists
+    make_questions(items, count, rng, config)  `count` Questions about some of the items, the same for the same rng
+    LIMITS                                     {kind of question: the most tokens that an answer may have}
+    grade(question, text, hit_limit, step)     Grade: the reward, its pieces, and metrics to be logged
 
 Question and Grade are NamedTuples: a Question has `kind`, `prompt` and what grade() needs, a Grade has the fields below.
-A metric "structure" is the share of answers that can be read; a run whose first answers have less than 0.2 of it is
-refused. A perfect answer is worth 1. `config` is the model's, whose `extra` holds what its folder says of the text format.
+A perfect answer is worth 1. A metric "structure" is the share of answers that can be read; a run whose first answers
+have less than 0.2 of it is refused. `config` is the model's; its `extra` holds what the folder says of the text format.
 
 Chess has two kinds of questions:
 
@@ -69,7 +69,7 @@ def load(source, config):
     return positions.split([p for p in found if p.moves or any(chess.Board(p.fen).legal_moves)])
 
 
-def ask(items, count, rng, config):
+def make_questions(items, count, rng, config):
     """First environment questions, then policy questions, about different positions."""
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
     chosen = rng.sample(items, min(count, len(items)))

@@ -5,7 +5,7 @@ STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
 ./train.sh MODEL=jrahn/RookWorld-LM-124M LR=1e-5     or as arguments; --help lists them
 TASK=examples/letters.py ./train.sh              another task
 
-A step: ask B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
+A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
 (grpo.py), and take one step on the loss. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
 """
 
@@ -340,7 +340,7 @@ def main():
     settings.finish()
     device = parallel.start(hardware.choose(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
-    say = functools.partial(print, flush=True) if lead else lambda *_: None
+    log = functools.partial(print, flush=True) if lead else lambda *_: None
     if BATCH_POSITIONS % world:
         refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; set NPROC=1.")
 
@@ -350,17 +350,17 @@ def main():
         lock = checkpoint.lock(out, FRESH)
         source = MODEL or task.start_model()
     source = parallel.from_lead(source if lead else None)
-    found = checkpoint.load(out, say)
+    found = checkpoint.load(out, log)
     state = dict(step=0, lr_factor=1.0, skipped_in_a_row=0, rollbacks=0, skill={}, best=(-math.inf, 0))
     if found:
         state = found[1]
-        settings.compare(state["settings"], say)
+        settings.compare(state["settings"], log)
         if state["step"] >= STEPS and "after" in state["skill"] and (out / "model").exists():
             refuse(f"{out} holds a finished run of {state['step']} steps; name another OUT_DIR, raise STEPS to go on, "
                    "or start over with FRESH=1.")  # fmt: skip
         if "after" in state["skill"] and state["step"] < STEPS:  # a finished run that goes on
             state["skill"][f"step {state['step']}"] = state["skill"].pop("after")
-        say(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
+        log(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
     if len(set(parallel.gather([state["step"]]))) > 1:
         refuse(f"not all processes see the same checkpoints: OUT_DIR={out} has to be a folder that all machines share.")
     if DTYPE == "auto":  # decided once: another process, or a resumed run, might measure otherwise
@@ -385,17 +385,17 @@ def main():
     items, held_out = task.load(DATA, model.config)
     if len(items) < BATCH_POSITIONS:
         refuse(f"DATA={DATA} has {len(items)} items to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
-    exam = task.ask(held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
+    eval_questions = task.make_questions(held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
     parameters = sum(p.numel() for p in model.parameters())
-    say(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
+    log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
         f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
-        say(f"LR={LR:g} is high for a model of this size; LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 suit one of 124M.")
+        log(f"LR={LR:g} is high for a model of this size; LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 suit one of 124M.")
     if lead:
         about = monitor.describe("./train.sh", device, dtype)
         past, write = monitor.open_log(out, state["step"] if state["skill"] else -1, about, REPORT_TO, RUN_NAME)
     if "before" not in state["skill"]:
-        state["skill"]["before"] = evaluate(model, exam, out / "samples.jsonl", 0)
+        state["skill"]["before"] = evaluate(model, eval_questions, out / "samples.jsonl", 0)
 
     signals = checkpoint.catch_signals()
     started, first_step = time.time(), state["step"]
@@ -403,7 +403,7 @@ def main():
         # Questions, answers, rewards, advantages
         clock = time.time()
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-        results = rollout(model, task.ask(items, BATCH_POSITIONS, rng, model.config), step)
+        results = rollout(model, task.make_questions(items, BATCH_POSITIONS, rng, model.config), step)
         batches, samples = [batch for batch, _ in results], parallel.gather([s for _, some in results for s in some])
         metrics = describe_rewards(samples)
         if step == 0 and metrics.get("structure", 1.0) < 0.2:
@@ -434,7 +434,7 @@ def main():
             metrics["state"], metrics["advice"] = monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = [*past[-39:], metrics]  # as many as diagnose looks at
             write(metrics)
-            say(monitor.progress_line(metrics, STEPS, (time.time() - started) / (step + 1 - first_step) * (STEPS - step - 1)))
+            log(monitor.progress_line(metrics, STEPS, (time.time() - started) / (step + 1 - first_step) * (STEPS - step - 1)))
 
         # Going back: after updates that could not be made, or that went too far from the reference
         state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if metrics["skipped"] else 0
@@ -446,7 +446,7 @@ def main():
             model.load_state_dict(state["good"][0])
             optimizer.load_state_dict(copy.deepcopy(state["good"][1]))
             state |= {"lr_factor": state["lr_factor"] * RECOVERY_LR_FACTOR, "skipped_in_a_row": 0}
-            say(f"back to the last good state, with LR times {state['lr_factor']:g}")
+            log(f"back to the last good state, with LR times {state['lr_factor']:g}")
         elif snapshot and not metrics["skipped"]:
             state["good"] = snapshot  # taken before this update; this step's completions and their KL were sound
         if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
@@ -457,20 +457,21 @@ def main():
         stopping = bool(parallel.gather(signals))
         evaluated = last or bool(EVAL_EVERY) and (step + 1) % EVAL_EVERY == 0
         if evaluated:
-            skill = state["skill"]["after" if last else f"step {step + 1}"] = evaluate(model, exam, out / "samples.jsonl", step + 1)
+            skill = evaluate(model, eval_questions, out / "samples.jsonl", step + 1)
+            state["skill"]["after" if last else f"step {step + 1}"] = skill
             rewards = [mean for name, (mean, _) in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
             state["best"] = max(state["best"], (sum(rewards), step + 1))
             if lead:
                 (out / "skill.json").write_text(json.dumps(state["skill"], indent=2))
                 monitor.show(samples)
-                say(monitor.table(state["skill"]))
+                log(monitor.table(state["skill"]))
         if lead and ((step + 1) % SAVE_EVERY == 0 or evaluated or stopping):
             whole = state | {"optimizer": optimizer.state_dict(), "settings": settings.values()}
             if reference is not None and REF_UPDATE_EVERY:
                 whole["reference"] = reference.state_dict()
             checkpoint.save(out, model, whole)
         if stopping and not last:
-            say(f"stopped after step {step + 1}; the same command goes on from there.")
+            log(f"stopped after step {step + 1}; the same command goes on from there.")
             sys.exit(128 + (signals or [0])[0])
     if lead:
         finish_run(model, out)

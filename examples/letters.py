@@ -47,7 +47,7 @@ def load(source, config):
     return items[1000:], items[:1000]
 
 
-def ask(items, count, rng, config):
+def make_questions(items, count, rng, config):
     questions = []
     for letters in rng.sample(items, count):
         shown = rng.sample(letters, 5)  # in another order each time
@@ -85,7 +85,7 @@ def start_model():
         optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99), weight_decay=0.0)
         decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=500)
         for _ in range(500):
-            texts = [f"{q.prompt} {rng.choice(q.truth)}" for q in ask(items, 32, rng, model.config)]
+            texts = [f"{q.prompt} {rng.choice(q.truth)}" for q in make_questions(items, 32, rng, model.config)]
             tokens = torch.tensor([model.tokenizer.encode(text) + [model.tokenizer.eos] for text in texts])  # (32, 14)
             targets = F.one_hot(tokens[:, -3:], 257).float()  # (32, 3, 257): the space, the letter, the end token
             targets[:, 1] = F.one_hot(tokens[:, 0:10:2], 257).float().mean(1)  # each of the five is as likely

@@ -88,9 +88,9 @@ def measure(settings):
     rows, model = run_here(letters, SHARED | {"EVAL_POSITIONS": 1} | settings)
     if model is None:
         return None
-    exam = letters.ask(letters.load("", model.config)[1], 400, random.Random(0), model.config)
+    eval_questions = letters.make_questions(letters.load("", model.config)[1], 400, random.Random(0), model.config)
     with mock.patch.object(train, "TEMPERATURE", 1.0), mock.patch.object(train, "task", letters):
-        skill = train.evaluate(model, exam, os.devnull, 0)  # at temperature 1, whatever it was trained at
+        skill = train.evaluate(model, eval_questions, os.devnull, 0)  # at temperature 1, whatever it was trained at
     return {
         "greedy": skill["letters last T=0"][0],
         "sampled": skill["letters last T=1"][0],

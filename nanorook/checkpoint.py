@@ -78,7 +78,7 @@ def save(out, model, trainer):
             shutil.rmtree(old)
 
 
-def load(out, say):
+def load(out, log):
     """(folder, trainer state) of the newest checkpoint that is whole; None where there is no checkpoint at all."""
     for folder in folders(out):
         try:
@@ -88,7 +88,7 @@ def load(out, say):
             return folder, torch.load(folder / "trainer.pt", "cpu", weights_only=True)
         except Exception as error:  # a damaged pickle may raise anything
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            say(f"{folder} is damaged ({reason}), so the checkpoint before it is used.")
+            log(f"{folder} is damaged ({reason}), so the checkpoint before it is used.")
     if folders(out):
         raise CheckpointError(f"no checkpoint in {out} is whole; start over with FRESH=1.")
     return None

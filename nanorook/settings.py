@@ -88,10 +88,10 @@ def values():
     return {name: value for name, (_, _, value) in SETTINGS.items()}
 
 
-def compare(old, say):
+def compare(old, log):
     """Settings of a run that is resumed: what would make it another run is refused, other changes are listed."""
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
             if name in ("MODEL", "DATA", "TASK", "SEED"):
                 refuse(f"this run was started with {name}={old[name]}; use that again, or name another OUT_DIR.")
-            say(f"{name} was {old[name]} and is now {value}")
+            log(f"{name} was {old[name]} and is now {value}")

@@ -39,7 +39,8 @@ def test_a_step_of_124_million_weights(tmp_path, capsys):
         return rewards.Grade(reward, (("number", reward, None),), {})
 
     items = [Position(chess.STARTING_FEN, (), (("e2e4", 20),))]
-    task = SimpleNamespace(LIMITS={"policy": 8, "environment": 8}, load=lambda *_: (items, items), ask=rewards.ask)
+    task = SimpleNamespace(LIMITS={"policy": 8, "environment": 8}, load=lambda *_: (items, items))
+    task.make_questions = rewards.make_questions
     task.grade, task.__file__ = grade, "rewards.py"
     changes = dict(MODEL=str(tmp_path / "start"), STEPS=1, BATCH_POSITIONS=1, GROUP_SIZE=2, EVAL_POSITIONS=1)
     changes |= dict(WARMUP_STEPS=0, DTYPE="float32", DEVICE="cpu", LR=1e-5)

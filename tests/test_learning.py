@@ -29,7 +29,7 @@ def run(task=letters, **settings):
 
 def share(model, right, temperature=0.0):
     """Of 400 held-out questions, how many are answered with the letter that `right` (max, min) picks of the five."""
-    questions = letters.ask(letters.load("", model.config)[1], 400, random.Random(0), model.config)
+    questions = letters.make_questions(letters.load("", model.config)[1], 400, random.Random(0), model.config)
     noise = torch.rand(400, 4, generator=torch.Generator().manual_seed(0))
     batch = generate(model, [model.tokenizer.encode(q.prompt) for q in questions], 1, 4, temperature, noise=noise)
     answers = [read(model.tokenizer, ids)[0] for ids in batch.tokens.tolist()]
@@ -51,10 +51,10 @@ def test_the_loop_learns(seed):
 
 
 def test_paid_for_the_first_letter_it_learns_the_first():
-    def ask(*args):
-        return [question._replace(truth=question.truth[::-1]) for question in letters.ask(*args)]
+    def make_questions(*args):
+        return [question._replace(truth=question.truth[::-1]) for question in letters.make_questions(*args)]
 
-    model = run(types.SimpleNamespace(**{**vars(letters), "ask": ask}))
+    model = run(types.SimpleNamespace(**{**vars(letters), "make_questions": make_questions}))
     assert share(model, min) > 0.9 and share(model, max) < 0.05
 
 

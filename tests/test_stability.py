@@ -318,7 +318,7 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
         settings.GIVEN["arguments"] = {name: str(value) for name, value in changes.items()}
         importlib.reload(rewards)
         config = types.SimpleNamespace(extra={})
-        kinds = [q.kind for q in rewards.ask([Position(FEN, (), MOVES)] * 10, 10, random.Random(0), config)]
+        kinds = [q.kind for q in rewards.make_questions([Position(FEN, (), MOVES)] * 10, 10, random.Random(0), config)]
         malformed = rewards.grade(QUESTION, ANSWER.replace("B: f1b5", "B: a1a8"), step=0).reward
         return kinds.count("environment"), rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True).reward, malformed
 

@@ -22,7 +22,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def questions(tiny):
     held_out = rewards.load("builtin", tiny.config)[1]
-    return rewards.ask(held_out, 24, random.Random(0), tiny.config)
+    return rewards.make_questions(held_out, 24, random.Random(0), tiny.config)
 
 
 def test_it_is_small_and_opens_in_transformers(tiny, questions):
@@ -33,7 +33,8 @@ def test_it_is_small_and_opens_in_transformers(tiny, questions):
     assert tiny.tokenizer.eos == tiny.config.eos_token_id < tiny.tokenizer.vocab_size <= tiny.config.vocab_size
     hf = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(tiny(ids), hf(ids).logits, atol=1e-4, rtol=0)
+        # Logits reach 25, and in fp32 either of the two differs from float64 by up to 3e-4.
+        torch.testing.assert_close(tiny(ids), hf(ids).logits, atol=1e-3, rtol=0)
 
 
 def test_ideal_answers_fit_behind_its_prompts(tiny, questions):

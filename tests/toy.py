@@ -37,7 +37,7 @@ def load(source, config):
     return list(range(first, first + 100)), list(range(first + 100, first + 120))
 
 
-def ask(items, count, rng, config):
+def make_questions(items, count, rng, config):
     return [
         Question(rng.choice(list(LIMITS)), "." * (item % 3) + f"{item}?", item) for item in rng.sample(items, count)
     ]
@@ -65,7 +65,7 @@ def model(seed=0):
 
 
 def questions(count=4, seed=0):
-    return ask(load("builtin", None)[0], count, random.Random(seed), None)
+    return make_questions(load("builtin", None)[0], count, random.Random(seed), None)
 
 
 def set_all(patch, values):

@@ -239,7 +239,7 @@ def main():
     items, _ = train.task.load(train.DATA, model.config)
     if len(items) < train.BATCH_POSITIONS:
         refuse(f"DATA={train.DATA} has {len(items)} items, fewer than BATCH_POSITIONS={train.BATCH_POSITIONS}.")
-    questions = train.task.ask(items, train.BATCH_POSITIONS, random.Random(train.SEED), model.config)
+    questions = train.task.make_questions(items, train.BATCH_POSITIONS, random.Random(train.SEED), model.config)
     reference = train.make_reference(model, device, dtype) if train.KL_COEF else None
     checks = []
     for found in examine(model, reference, train.make_optimizer(model), questions):

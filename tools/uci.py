@@ -43,7 +43,7 @@ MOVE = re.compile("[a-h][1-8][a-h][1-8][qrbn]?|0000")
 stdout = threading.Lock()  # two threads write
 
 
-def say(*lines):
+def send(*lines):
     with stdout:
         print("\n".join(lines), flush=True)
 
@@ -58,7 +58,7 @@ def set_option(options, words):
     match = re.fullmatch(r"name (\S+) value (-?[0-9]+(?:\.[0-9]+)?)", " ".join(words), re.IGNORECASE)
     if not match or match[1].lower() not in names:
         takes = (f"{name} ({low} to {high})" for name, (_, _, low, high) in OPTIONS.items())
-        say(f"info string the options are numbers: {', '.join(takes)}")
+        send(f"info string the options are numbers: {', '.join(takes)}")
         return None
     name = names[match[1].lower()]
     kind, _, low, high = OPTIONS[name]
@@ -84,7 +84,7 @@ def read_position(words):
         except ValueError:
             move = None
         if not move:  # a null move is none either
-            say(f"info string {word} is illegal in {board.fen()}, so the moves end before it")
+            send(f"info string {word} is illegal in {board.fen()}, so the moves end before it")
             break
         board.push(move)
     return board
@@ -172,9 +172,9 @@ class Search(threading.Thread):
             if self.moves:
                 best = self.choose()
             else:
-                say(f"info depth 0 score {'mate 0' if self.board.is_checkmate() else 'cp 0'}")
+                send(f"info depth 0 score {'mate 0' if self.board.is_checkmate() else 'cp 0'}")
             self.free.wait()
-            say(f"bestmove {best}")
+            send(f"bestmove {best}")
         except Exception:  # without an answer the client would wait for ever, but it sees that a program is gone
             traceback.print_exc()
             os._exit(1)
@@ -199,7 +199,7 @@ class Search(threading.Thread):
             best = self.report(chances, votes, evaluations, depth)
             again = self.options["Temperature"] and not self.free.is_set()
         if not votes.total():
-            say("info string no answer gave a legal move in time, so the likeliest one is played")
+            send("info string no answer gave a legal move in time, so the likeliest one is played")
         return best
 
     def sample(self):
@@ -229,16 +229,16 @@ class Search(threading.Thread):
         for place, move in enumerate(shown[: self.options["MultiPV"]], 1):
             value = f"score {score(statistics.median_high(evaluations[move]))} " if move in evaluations else ""
             lines.append(f"info depth {depth} multipv {place} {value}nodes {nodes} time {passed} pv {move}")
-        say(*reversed(lines))
+        send(*reversed(lines))
         return order[0]
 
 
 def introduce(name):
-    say(f"id name nanorook {Path(name).resolve().name}", "id author the nanorook authors")
+    send(f"id name nanorook {Path(name).resolve().name}", "id author the nanorook authors")
     for option, (kind, default, low, high) in OPTIONS.items():
         bounds = f" min {low} max {high}" if kind == "spin" else ""
-        say(f"option name {option} type {kind} default {default}{bounds}")
-    say("uciok")
+        send(f"option name {option} type {kind} default {default}{bounds}")
+    send("uciok")
 
 
 def main():
@@ -260,7 +260,7 @@ def main():
         if command == "uci":
             introduce(name)
         elif command == "isready":
-            say("readyok")
+            send("readyok")
         elif command == "setoption":
             if set_option(options, words) == "Seed":
                 generator.manual_seed(options["Seed"])
@@ -268,7 +268,7 @@ def main():
             try:
                 board = read_position(words)
             except ValueError as error:
-                say(f"info string {error}, so the position stays what it was")
+                send(f"info string {error}, so the position stays what it was")
         elif command == "go":
             if search:
                 search.release(0)
