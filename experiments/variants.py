@@ -1,6 +1,6 @@
 """What each choice is worth: examples/letters.py with one thing changed, a few seeds each.
 
-    python -m experiments.variants [FILE.json] [--seeds 5] [--only NAME ...]            about ten minutes of one core
+    python -m experiments.variants [FILE.json] [--seeds 5] [--only NAME ...]            about 15 minutes of one core
 
 Every run is train.main() in this process: 30 steps, in which the default gets most of the way. Runs that the file has
 are not made again. The table for docs/choices.md is printed.

@@ -316,6 +316,11 @@ def summary(rounds, w):
     return {"seconds": seconds, "tokens_per_second": tokens, "ratios": ratios, "rounds": rounds}
 
 
+def save(file, result):
+    if file:
+        Path(file).write_text(json.dumps(result, indent=2) + "\n")
+
+
 def main():
     device = hardware.choose()
     all_workloads = workloads(device)
@@ -340,10 +345,10 @@ def main():
         w = all_workloads[title]
         print(f"\n{title} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {a.runs} rounds", flush=True)
         result["workloads"][title], run = measure(w, device, dtype, a.runs, a.only, others)
+        save(a.json, result)  # after each, as it may be stopped
         if a.watch:
             result["workloads"][title]["watch"] = watch(run, w, device, a.watch)
-        if a.json:  # after each, as it may be stopped
-            Path(a.json).write_text(json.dumps(result, indent=2) + "\n")
+            save(a.json, result)
 
 
 if __name__ == "__main__":

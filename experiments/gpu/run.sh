@@ -86,7 +86,7 @@ trap '[ -z "$child" ] || { kill "$child" && wait "$child"; } || true
       fail "stopped in $name; the same command goes on from there."' INT TERM HUP
 
 # stage NAME SHARE COMMAND ...: COMMAND within SHARE percent of the time, over all calls. Cut by its limit, it counts as
-# done too: all of them save as they go, and the next one takes what is there.
+# done too: all save as they go, but for the tables before and after, which have time to spare.
 stage() {
     name=$1 limit=$((seconds * $2 / 100))
     shift 2
@@ -126,8 +126,8 @@ stage() {
 workers=$(($(nproc) > 3 ? $(nproc) - 2 : 1))
 shape_gpt2="--positions 1024 --layers 12 --width 768 --heads 12"
 format_gpt2="--format rookworld --tokenizer ${GPT2_TOKENIZER:-gpt2}"
-table="--positions 1000 --judged 250 --self-play 50"
-bench=("$PYTHON" -m tools.bench W2 W4 --runs 3 --watch 200)
+table="--positions 500 --judged 250 --self-play 20"
+bench=("$PYTHON" -m tools.bench W4 W2 --runs 3 --watch 200)
 if [ -n "${TINY:-}" ]; then
     label="--positions 100 --nodes 100 --workers 1"
     tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 80 --eval-positions 2 --workers 1 --dtype float32"
@@ -150,12 +150,12 @@ else
     grpo_gpt2="$grpo LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 MICROBATCH_TOKENS=32768"
 fi
 
-# decay NAME OUT ...: pretraining goes on by a fifth of its steps so far, in which its learning rate falls to zero.
-fifth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 5 + 1)"
+# decay NAME OUT ...: pretraining goes on by a tenth of its steps so far, in which its learning rate falls to zero.
+tenth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 10 + 1)"
 decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped goes on to the same end
-[ -s "$file" ] || "$PYTHON" -c "$fifth" "$1/trainer.pt" >"$file"
-exec "$PYTHON" -m tools.pretrain "$@" --steps $((6 * $(cat "$file"))) --decay 0.16'
-export fifth OUT PYTHON
+[ -s "$file" ] || "$PYTHON" -c "$tenth" "$1/trainer.pt" >"$file"
+exec "$PYTHON" -m tools.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
+export tenth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
     [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || echo "$OUT/grpo-$1/latest"
