@@ -143,7 +143,7 @@ def test_an_update_that_runs_out_of_memory_is_tried_with_smaller_microbatches(to
     assert metrics == pytest.approx(whole, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
     most = 0
-    with pytest.raises(SystemExit, match="single question: lower GROUP_SIZE or MAX_NEW_TOKENS"):
+    with pytest.raises(SystemExit, match="single question: lower GROUP_SIZE, or the limit of new tokens"):
         update()
 
 
