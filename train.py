@@ -355,7 +355,8 @@ def main():
     if found:
         state = found[1]
         settings.compare(state["settings"], log)
-        if state["step"] >= STEPS and "after" in state["skill"] and (out / "model").exists():
+        ended = "after" in state["skill"] and (out / "model").exists() and (out / "report.html").exists()
+        if ended and state["step"] >= STEPS:
             refuse(f"{out} holds a finished run of {state['step']} steps; name another OUT_DIR, raise STEPS to go on, "
                    "or start over with FRESH=1.")  # fmt: skip
         if "after" in state["skill"] and state["step"] < STEPS:  # a finished run that goes on

@@ -62,8 +62,8 @@ class Engine:
 
     def answer(self, command, last, nodes=0):
         """The engine's lines up to the one that begins with `last`. An engine that hangs is killed."""
-        seconds, lines = self.TIMEOUT + nodes / 10**5, []
-        alarm = threading.Timer(seconds, self.process.kill)
+        seconds, lines, hangs = self.TIMEOUT + nodes / 10**5, [], threading.Event()
+        alarm = threading.Timer(seconds, lambda: (hangs.set(), self.process.kill()))
         alarm.start()
         try:
             self.send(command)
@@ -73,7 +73,7 @@ class Engine:
                     return lines
         finally:
             alarm.cancel()
-        raise EngineError(f"died, or gave no answer for {seconds:g} seconds")
+        raise EngineError(f"gave no answer for {seconds:g} seconds" if hangs.is_set() else "died")
 
     def close(self):
         self.process.kill()

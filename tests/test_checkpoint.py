@@ -201,9 +201,10 @@ def test_killed_by_the_system(tmp_path, toy_model):
     rng = random.Random(0)
     for _ in range(10):
         process = subprocess.Popen([*command, f"OUT_DIR={tmp_path}/killed"], cwd=ROOT)
-        time.sleep(rng.uniform(3, 8))
+        time.sleep(rng.uniform(3, 6))
         process.kill()
-        process.wait()
-    for out in ("killed", "whole"):
+        if process.wait() == 0:  # it was faster
+            break
+    for out in ["whole"] + ["killed"] * (process.returncode != 0):
         subprocess.run([*command, f"OUT_DIR={tmp_path}/{out}"], cwd=ROOT, check=True)
     assert all_of(tmp_path / "killed") == all_of(tmp_path / "whole")

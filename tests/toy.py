@@ -79,13 +79,18 @@ def set_all(patch, values):
         patch.setitem(known, name, (*known[name][:2], value))
 
 
+def finish_run(model, out):
+    model.save(out / "model")
+    (out / "report.html").touch()
+
+
 def run(out, **changes):
     """train.main() in this process, with these settings; its rows() without the clock."""
     import train
 
     with pytest.MonkeyPatch.context() as patch:
         set_all(patch, {**SETTINGS, "OUT_DIR": str(out), **changes})
-        patch.setattr(train, "finish_run", lambda model, out: model.save(out / "model"))
+        patch.setattr(train, "finish_run", finish_run)
         patch.setattr(sys, "argv", ["train.py"])
         train.main()
     return rows(out)
