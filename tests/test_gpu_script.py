@@ -50,9 +50,9 @@ def test_from_labels_to_tables_through_a_kill(env, tmp_path):
         assert (out / f"{stage}.done").read_text().strip() == "finished", stage
     assert second.stdout.count("finished before") == 1  # label
     assert "resumed" in (out / "pretrain-tiny.log").read_text()
-    # in about the last sixth of all steps the learning rate falls
+    # in about the last eleventh of all steps the learning rate falls
     seen = [json.loads(line)["step"] for line in (out / "tiny" / "skill.jsonl").read_text().splitlines()]
-    assert max(seen) == 6 * int((out / "tiny.decay").read_text())
+    assert max(seen) == 11 * int((out / "tiny.decay").read_text())
 
     before, after = (json.loads((out / f"{when}-tiny.json").read_text()) for when in ("before", "after"))
     assert len(before["models"]) == 1 and len(after["models"]) == 2
