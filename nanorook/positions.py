@@ -161,8 +161,8 @@ def read_lines(lines):
 
     Verifying a labelled line takes 80 microseconds, ten times as long as reading it. Lines in our own format
     were written from verified positions, so only the first VERIFIED_LINES of a file are verified again, which is
-    enough to notice a file that another program wrote, and odd ones. An en passant square is odd: where no pawn can use
-    it, python-chess removes it, so that `held_out` hashes the same text for the same board.
+    enough to notice a file that another program wrote, and odd ones: without eight ranks, or with an en passant square.
+    Where no pawn can use that, python-chess removes it, so that `held_out` hashes the same text for the same board.
     """
     for number, line in enumerate(lines, 1):
         line = line.strip()

@@ -291,8 +291,7 @@ def arguments():
         p.error("give one model, or two to compare.")
     if a.positions < 1 or min(*a.temperature, a.judged, a.self_play) < 0:
         p.error("--positions has to be at least 1, other numbers at least 0.")
-    if a.json and (Path(a.json).is_dir() or not Path(a.json).absolute().parent.is_dir()):  # said before the work
-        p.error(f"{a.json} cannot be written: it is a folder, or in one that does not exist.")
+    games.check_output(p, a.json)
     return a
 
 

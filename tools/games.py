@@ -158,6 +158,12 @@ def write_pgn(board, end, white, black):
     return f"{game}\n\n"
 
 
+def check_output(parser, file):
+    """Before the work, not after it."""
+    if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+        parser.error(f"{file} cannot be written: it is a folder, or in one that does not exist.")
+
+
 def arguments():
     p = argparse.ArgumentParser("python -m tools.games", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -172,8 +178,7 @@ def arguments():
     a = p.parse_args()
     if min(a.games, a.nodes) < 1 or min(a.temperature) < 0 or not 0 <= a.skill <= 20:
         p.error("--games and --nodes have to be at least 1, --temperature at least 0, --skill 0 to 20.")
-    if a.pgn and (Path(a.pgn).is_dir() or not Path(a.pgn).absolute().parent.is_dir()):  # said before the work
-        p.error(f"{a.pgn} cannot be written: it is a folder, or in one that does not exist.")
+    check_output(p, a.pgn)
     return a
 
 
