@@ -28,19 +28,19 @@ MAX_LOG_RATIO = 20.0
 def credit(answers, ends, tokens):
     """What each piece of a reward gave each answer, values (N, K), and the tokens it judges, judged (N, T, K).
 
-    answers: for each answer its pieces (name, value, span of characters); ends: for each answer the character at which
-    each of its tokens ends; tokens: T. A token belongs to the span that its last character is in. A piece without a
-    span judges the whole answer, and so does one that an answer lacks: its value is 0 there.
+    answers: for each answer its pieces (name, value, spans of characters); ends: for each answer the character at which
+    each of its tokens ends; tokens: T. A token belongs to the span that its last character is in. A piece without
+    spans judges the whole answer, and so does one that an answer lacks: its value is 0 there.
     """
-    names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in answers for name, _, _ in pieces))}
+    names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in answers for name, *_ in pieces))}
     values = np.zeros((len(answers), len(names)), dtype=np.float32)
     judged = np.ones((len(answers), tokens, len(names)), dtype=np.float32)
     for n, pieces in enumerate(answers):
-        for name, value, span in pieces:
+        for name, value, *spans in pieces:
             values[n, names[name]] = value
-            if span:
-                first, last = bisect_right(ends[n], span[0]), bisect_right(ends[n], span[1])
-                judged[n, :first, names[name]] = judged[n, last:, names[name]] = 0
+            judged[n, :, names[name]] = not spans
+            for start, end in spans:
+                judged[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), names[name]] = 1
     return torch.from_numpy(values), torch.from_numpy(judged)
 
 

@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from nanorook.folder import fetch, read_config, read_weights
-from nanorook.tokenizer import LoadError, Tokenizer
+from nanorook.settings import refuse
+from nanorook.tokenizer import Tokenizer
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
@@ -236,7 +237,7 @@ class GPT(nn.Module):
         folder = fetch(source)
         config, weights = read_config(folder, GPTConfig), read_weights(folder)
         if config.n_layer > len(weights):  # a damaged config's millions of layers would take hours to build
-            raise LoadError(f"{folder}: config.json asks for {config.n_layer} layers, the weights have fewer tensors.")
+            refuse(f"{folder}: config.json asks for {config.n_layer} layers, the weights have fewer tensors.")
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
         wanted, found = model.state_dict(), {}
@@ -248,20 +249,20 @@ class GPT(nn.Module):
             found[name] = turned.float().contiguous()
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
-            raise LoadError(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
+            refuse(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
         for name in sorted(wanted.keys() | found.keys()):
             if name not in found:
-                raise LoadError(f"{folder}: the weights have no tensor {name}, which config.json asks for.")
+                refuse(f"{folder}: the weights have no tensor {name}, which config.json asks for.")
             if name not in wanted:
-                raise LoadError(f"{folder}: the weights have a tensor {name} that config.json has no place for.")
+                refuse(f"{folder}: the weights have a tensor {name} that config.json has no place for.")
             if wanted[name].shape != found[name].shape:
                 shapes = tuple(found[name].shape), tuple(wanted[name].shape)
-                raise LoadError(f"{folder}: tensor {name} has shape {shapes[0]}, but config.json asks for {shapes[1]}.")
+                refuse(f"{folder}: tensor {name} has shape {shapes[0]}, but config.json asks for {shapes[1]}.")
         model.load_state_dict(found, assign=True)
         model.requires_grad_(True)
         model.tokenizer = Tokenizer.load(folder)  # GPT-2's own where the folder has no tokenizer files
         if model.tokenizer.vocab_size > config.vocab_size:
-            raise LoadError(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
+            refuse(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
         config.eos_token_id = model.tokenizer.eos
         return model
 

@@ -31,9 +31,8 @@ from rapidfuzz.distance import Levenshtein
 
 from nanorook import positions
 from nanorook.positions import contract_board, environment_move, expand_board, held_out
-from nanorook.settings import setting
+from nanorook.settings import refuse, setting
 from nanorook.stockfish import Labeller
-from nanorook.tokenizer import LoadError
 
 # fmt: off
 MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.3, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
@@ -56,7 +55,7 @@ class Question(NamedTuple):
 
 class Grade(NamedTuple):
     reward: float  # the sum of the pieces' values
-    pieces: tuple  # (name, value, (start, end) of the characters it judges, or None: the whole answer); names differ
+    pieces: tuple  # (name, value, (start, end) of characters that it judges, ...); no span: the whole answer; names differ
     metrics: dict  # name -> float, averaged over answers and logged
 
 
@@ -91,7 +90,7 @@ WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
 def chess_format(config):
     name = config.extra.get("chess_format", "rookworld")
     if name not in ("rookworld", *WIDTH):
-        raise LoadError(f"config.json: chess_format is {name!r}, but it has to be 'rookworld', 'expanded' or 'squares'.")
+        refuse(f"config.json: chess_format is {name!r}, but it has to be 'rookworld', 'expanded' or 'squares'.")
     return name
 
 
@@ -214,10 +213,10 @@ def grade(question, text, hit_limit=False, step=math.inf):
         weights = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}[question.kind]
         form = sum(weights.get(name, 0) for name in ("structure", "parse"))
         factors = {"malformed": 1.0} | dict.fromkeys(("structure", "parse"), (1 - warmup * (1 - form)) / form)
-        pieces = [(name, value * factors.get(name, warmup), span) for name, value, span in pieces]
-    reward = sum(value for _, value, _ in pieces)
+        pieces = [(name, value * factors.get(name, warmup), *spans) for name, value, *spans in pieces]
+    reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
-        pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1), None))
+        pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1)))
         reward *= RUNAWAY_PENALTY_MULTIPLIER
     return Grade(round(reward, 9), tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
@@ -302,14 +301,14 @@ def grade_policy(question, text):
     structure, answer = parse_policy(text)
     metrics["structure"] = structure
     if not structure:
-        return [("malformed", MALFORMED, None)], metrics
-    pieces = [("structure", weights["structure"], None)]
+        return [("malformed", MALFORMED)], metrics
+    pieces = [("structure", weights["structure"])]
     if answer is None:
         return pieces, metrics
     moves, numbers, (best, best_span), rest = answer
     metrics["parse"] = 1.0
-    pieces.append(("parse", weights["parse"], None))
-    pieces.append(("clean", weights["clean"] * (not rest), None))
+    pieces.append(("parse", weights["parse"]))
+    pieces.append(("clean", weights["clean"] * (not rest)))
 
     # Each place in the list is worth the same, and a longer list makes each worth less: more moves are no better net.
     wanted = min(5, len(legal))
@@ -319,26 +318,27 @@ def grade_policy(question, text):
         new = move in legal and move not in useful and len(useful) < wanted
         useful |= {move} if new else set()
         pieces.append((f"candidates_legal {i}", weights["candidates_legal"] / places * (1 if new else -WASTED), move_span))
-        if move in five and move not in errors:
+        found = move in five and move not in errors
+        if found:
             errors[move] = pawns_apart(number, five[move])
-            pieces.append((f"candidates {i}", weights["candidates"] / places, move_span))
-            pieces.append((f"evals {i}", weights["evals"] / places / (1 + errors[move]), number_span))
+        pieces.append((f"candidates {i}", weights["candidates"] / places * found, move_span))
+        pieces.append((f"evals {i}", weights["evals"] / places / (1 + errors[move]) if found else 0.0, number_span))
     metrics["candidates_legal"] = len(legal.intersection(move for move, _ in moves)) / len(moves)
     if errors:
         metrics["eval_mae"] = sum(errors.values()) / len(errors)
     if five:
         metrics["candidates"] = len(errors) / len(five)
 
+    # The best move was chosen twice, as a candidate and from the candidates, so its pieces judge both places.
+    chosen = [best_span, *[span for move, span in moves if move == best][:1]]
+    shares = {"listed": len(chosen) == 2, "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
     metrics["legal"] = best in legal
-    pieces.append(("listed", weights["listed"] * (best in [move for move, _ in moves]), best_span))
-    pieces.append(("legal", weights["legal"] * (best in legal), best_span))
     if best in five:
         top = max(five.values())
         metrics["cp_loss"] = pawns_apart(top, five[best])
         metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
-        pieces.append(("top5", weights["top5"], best_span))
-        pieces.append(("loss", weights["loss"] / (1 + metrics["cp_loss"]), best_span))
-        pieces.append(("best", weights["best"] * metrics["best"], best_span))
+        shares |= {"loss": 1 / (1 + metrics["cp_loss"]), "best": metrics["best"]}
+    pieces += [(name, weights[name] * share, *chosen) for name, share in shares.items()]
     return pieces, metrics
 
 
@@ -352,23 +352,26 @@ def grade_environment(question, text):
     metrics, weights = dict.fromkeys(names, 0.0), ENVIRONMENT_WEIGHTS
     answer = parse_environment(text)
     if answer is None:
-        return [("malformed", MALFORMED, None)], metrics
+        return [("malformed", MALFORMED)], metrics
     (fen, fen_span), (reward, reward_span), (said_terminated, terminated_span), (said_truncated, truncated_span) = answer
     fen, reward = contract_board(fen), float(reward)
     metrics["structure"] = 1.0
 
     metrics["next_state"] = fen == next_fen
     metrics["similarity"] = Levenshtein.normalized_similarity(fen, next_fen)
-    pieces = [("structure", weights["structure"], None), ("next_state", weights["next_state"] * (fen == next_fen), fen_span)]
+    pieces = [("structure", weights["structure"])]
     # Word by word: an edit distance between whole FENs may align one word with its neighbour, and a better word could
     # then make the whole worse.
     said, true = find_words(text[: fen_span[1]], " /+"), re.split("[ /]", next_fen)
-    count = max(len(said), len(true))
+    count, wrong = max(len(said), len(true)), []
     for i, ((word, span), truth) in enumerate(zip(said, true)):
         word = contract_board(word) if i < 8 else word
+        wrong += [span] if word != truth else []
         pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
         likeness = Levenshtein.normalized_similarity(word, truth)
         pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
+    # A wrong state is the fault of its wrong words; all words have made a right one.
+    pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
     metrics["reward_match"] = reward == true_reward

@@ -5,7 +5,6 @@ that have ended leave the batch. On CUDA one decoding step is captured as a grap
 The result is a Batch: what the loss needs, and how it is cut into microbatches.
 """
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -204,13 +203,3 @@ def capture(step, device):
     with torch.cuda.device(device), torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-def read(tokenizer, ids):
-    """(text, ends): the text of a completion, and for each of its tokens the number of characters up to its end."""
-    ids = ids[: ids.index(tokenizer.eos)] if tokenizer.eos in ids else ids
-    parts = [tokenizer.token_bytes.get(i, b"\xff") for i in ids]  # a padded vocabulary has ids without bytes
-    text = b"".join(parts).decode("utf-8", "replace")
-    if text.isascii():
-        return text, list(accumulate(map(len, parts)))
-    return text, [len(b"".join(parts[: t + 1]).decode("utf-8", "replace")) for t in range(len(parts))]

@@ -25,10 +25,8 @@ from tqdm import tqdm
 import grpo
 from model import GPT
 from nanorook import checkpoint, hardware, monitor, parallel, settings
-from nanorook.positions import DataError
 from nanorook.settings import refuse, setting
-from nanorook.tokenizer import LoadError
-from rollout import distribution, generate, microbatches, read
+from rollout import distribution, generate, microbatches
 
 if __name__ == "__main__":
     settings.read_user()  # when imported, all settings have their defaults
@@ -116,7 +114,7 @@ def sample(model, questions, group_size, temperature, noise, step=math.inf):
         rows = zip(batch.tokens.tolist(), batch.hit_limit.tolist())
         samples = []
         for i, (ids, hit_limit) in enumerate(rows):
-            question, (text, ends) = chosen[i // group_size], read(model.tokenizer, ids)
+            question, (text, ends) = chosen[i // group_size], model.tokenizer.read(ids)
             samples.append(Sample(question, text, ends, hit_limit, task.grade(question, text, hit_limit, step)))
         return batch, samples
 
@@ -506,7 +504,5 @@ def finish_run(model, out):
 if __name__ == "__main__":
     try:
         main()
-    except (LoadError, DataError, checkpoint.CheckpointError) as error:
-        refuse(str(error))
     except RuntimeError as error:
         refuse(parallel.explain(error))

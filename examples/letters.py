@@ -36,7 +36,7 @@ class Question(NamedTuple):
 
 class Grade(NamedTuple):
     reward: float  # the sum of the pieces' values
-    pieces: tuple  # (name, value, (start, end) of the characters it judges, or None: the whole answer)
+    pieces: tuple  # (name, value, (start, end) of characters that it judges, ...); no span: the whole answer
     metrics: dict  # name -> float, logged and shown before and after
 
 
@@ -63,12 +63,12 @@ def grade(question, text, hit_limit=False, step=math.inf):
     form = re.fullmatch(" [a-z]", text) is not None
     place = question.truth.find(text[1:]) if form else -1  # -1: none of the five
     pieces = (
-        ("structure", 0.1 * form, None),
+        ("structure", 0.1 * form),
         ("place", 0.4 * (4 - place) / 4 if place >= 0 else 0.0, (1, 2)),
         ("last", 0.5 * (place == 0), (1, 2)),
     )
     metrics = {"structure": float(form), "listed": float(place >= 0), "last": float(place == 0)}
-    return Grade(sum(value for _, value, _ in pieces), pieces, metrics)
+    return Grade(sum(value for _, value, *_ in pieces), pieces, metrics)
 
 
 def start_model():

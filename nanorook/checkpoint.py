@@ -14,14 +14,12 @@ import signal
 import torch
 from safetensors import SafetensorError
 
+from nanorook.settings import refuse
+
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run leaves in OUT_DIR
 MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report.html model tensorboard wandb".split()
 MADE += f"{STEP} latest .lock .unfinished .latest .model-* .metrics.jsonl .samples.jsonl".split()
-
-
-class CheckpointError(Exception):
-    """The message is meant for the user."""
 
 
 def lock(out, fresh=False):
@@ -31,9 +29,9 @@ def lock(out, fresh=False):
         handle = open(out / ".lock", "w")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise CheckpointError(f"OUT_DIR={out} is in use by another run; wait for its end, or name another folder.")
+        refuse(f"OUT_DIR={out} is in use by another run; wait for its end, or name another folder.")
     except OSError as error:
-        raise CheckpointError(f"OUT_DIR={out} cannot be written to ({error.strerror}); name another folder.")
+        refuse(f"OUT_DIR={out} cannot be written to ({error.strerror}); name another folder.")
     if fresh:
         clear(out)
     return handle
@@ -43,7 +41,7 @@ def clear(out):
     """Deletes what a run has made; refuses if there is anything else."""
     for path in out.iterdir():
         if not any(map(path.match, MADE)):
-            raise CheckpointError(f"OUT_DIR={out} holds {path.name}, which no run has made: FRESH=1 deletes nothing.")
+            refuse(f"OUT_DIR={out} holds {path.name}, which no run has made: FRESH=1 deletes nothing.")
     for path in out.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -72,7 +70,7 @@ def save(out, model, trainer):
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own on a full disk
         shutil.rmtree(unfinished, ignore_errors=True)
         reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{folder} could not be written ({reason}); the checkpoint before it is whole.")
+        refuse(f"{folder} could not be written ({reason}); the checkpoint before it is whole.")
     for old in folders(out)[2:]:
         if old.name != f"step-{trainer['best'][1]:06d}":
             shutil.rmtree(old)
@@ -90,7 +88,7 @@ def load(out, log):
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log(f"{folder} is damaged ({reason}), so the checkpoint before it is used.")
     if folders(out):
-        raise CheckpointError(f"no checkpoint in {out} is whole; start over with FRESH=1.")
+        refuse(f"no checkpoint in {out} is whole; start over with FRESH=1.")
     return None
 
 

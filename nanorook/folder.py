@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nanorook.tokenizer import TOKENIZER_FILES, LoadError, read_json
+from nanorook.settings import refuse
+from nanorook.tokenizer import TOKENIZER_FILES, read_json
 
 # Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
@@ -20,7 +21,7 @@ def fetch(source):
     if os.path.isdir(source):
         return Path(source)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
-        raise LoadError(f"{source}: there is no such folder, and it is no hub id (owner/name).")
+        refuse(f"{source}: there is no such folder, and it is no hub id (owner/name).")
     from huggingface_hub import snapshot_download
 
     patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
@@ -30,7 +31,7 @@ def fetch(source):
             folder = Path(snapshot_download(source, allow_patterns=[*patterns, "pytorch_model.bin"]))
     except Exception as error:  # offline, unknown, private, full disk: each raises another class
         reason = str(error).strip().split("\n")[0]
-        raise LoadError(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {reason}")
+        refuse(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {reason}")
     return folder
 
 
@@ -42,12 +43,12 @@ def read_weights(folder):
     elif index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise LoadError(f"{index}: its weight_map does not map tensors to files.")
+            refuse(f"{index}: its weight_map does not map tensors to files.")
         names = sorted({Path(name).name for name in shards.values()})
     elif (folder / "pytorch_model.bin").exists():
         names = ["pytorch_model.bin"]
     else:
-        raise LoadError(f"{folder}: there are no weights (model.safetensors or pytorch_model.bin).")
+        refuse(f"{folder}: there are no weights (model.safetensors or pytorch_model.bin).")
     weights = {}
     for name in names:
         try:
@@ -57,7 +58,7 @@ def read_weights(folder):
                 raise ValueError("a dictionary of tensors is expected")
         except Exception as error:  # an unpickler may raise anything
             reason = str(error).strip().split("\n")[0]
-            raise LoadError(f"{file}: damaged, missing or not a file of weights ({type(error).__name__}: {reason})")
+            refuse(f"{file}: damaged, missing or not a file of weights ({type(error).__name__}: {reason})")
         weights.update(tensors)
     return weights
 
@@ -70,7 +71,7 @@ def read_config(folder, kind):
     for name, value in values.items():
         least = 0 if name in ("eos_token_id", "layer_norm_epsilon") else 1
         if type(value) is not type(defaults[name]) or not least <= value < 2**24:
-            raise LoadError(f"{file}: {name} is {value!r}, which no GPT-2 has.")
+            refuse(f"{file}: {name} is {value!r}, which no GPT-2 has.")
     supported = {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -82,9 +83,9 @@ def read_config(folder, kind):
     for name, allowed in supported.items():
         value = content.get(name, allowed[0])
         if value not in allowed:
-            raise LoadError(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
+            refuse(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
     extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
     config = kind(**values, extra=extra)
     if config.n_embd % config.n_head:
-        raise LoadError(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
+        refuse(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
     return config

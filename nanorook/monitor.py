@@ -16,7 +16,7 @@ from statistics import fmean
 import torch
 
 from nanorook.checkpoint import rewind
-from nanorook.settings import GIVEN, SETTINGS, values
+from nanorook.settings import GIVEN, SETTINGS, refuse, values
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -75,7 +75,7 @@ def means(rows):
 def earned(sample):
     """What each piece of the reward gives; "candidates 3" is one of several pieces of this name."""
     found = Counter()
-    for name, value, _ in sample.grade.pieces:
+    for name, value, *_ in sample.grade.pieces:
         found[name.split(" ")[0]] += value
     return found
 
@@ -171,5 +171,5 @@ def reporter(kind, name, folder):
             writer = SummaryWriter(Path(folder, "tensorboard", name))
             return lambda metrics, step: [writer.add_scalar(key, value, step) for key, value in metrics.items()]
     except ImportError:
-        sys.exit(f"error: REPORT_TO={kind} needs a package that is not installed: pip install {kind}.")
+        refuse(f"REPORT_TO={kind} needs a package that is not installed: pip install {kind}.")
     return lambda metrics, step: None

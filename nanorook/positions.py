@@ -17,16 +17,14 @@ from typing import NamedTuple
 import chess
 import chess.pgn
 
+from nanorook.settings import refuse
+
 
 class Position(NamedTuple):
     fen: str
     history: tuple  # up to ten recent moves (UCI), oldest first, that lead to the FEN
     moves: tuple  # ((uci, centipawns), ...), best first, seen from the side to move; mate in n is ±(100000 - n)
     asked: str | None = None  # a move to ask the environment about, if the source has one
-
-
-class DataError(ValueError):
-    """A file cannot be used; the message is one sentence with the file, the line and what was expected."""
 
 
 BUILTIN = Path(__file__).parent.parent / "data" / "positions.txt.gz"
@@ -229,7 +227,7 @@ def read_text(path):
             content = gzip.decompress(content)
         return content.decode("utf-8-sig", "replace")  # a Latin-1 PGN loses only letters of names
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: expected a file of positions, but it cannot be read ({error}).")
+        refuse(f"{path}: expected a file of positions, but it cannot be read ({error}).")
 
 
 def hub_lines(name):
@@ -250,7 +248,7 @@ def hub_lines(name):
         return list(itertools.islice((line for batch in batches for line in batch["text"].to_pylist()), HUB_LINES))
     except Exception as error:  # offline, unknown, private, without pyarrow: each raises another class
         reason = str(error).strip().split("\n")[0]
-        raise DataError(f"hub:{name} cannot be read: {type(error).__name__} {reason}")
+        refuse(f"hub:{name} cannot be read: {type(error).__name__} {reason}")
 
 
 def load(source):
@@ -273,9 +271,9 @@ def load(source):
             positions += result
     count = f"{len(bad)} of {total} {kind}s"
     if len(bad) > bad_share * total:
-        raise DataError(f"{source}, {bad[0]} ({count} cannot be used).")
+        refuse(f"{source}, {bad[0]} ({count} cannot be used).")
     if not positions:
-        raise DataError(f"{source}: expected positions, found none.")
+        refuse(f"{source}: expected positions, found none.")
     if bad:
         print(f"{source}: left out {count} that cannot be used; the first is {bad[0]}.", file=sys.stderr)
     return positions

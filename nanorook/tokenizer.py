@@ -1,14 +1,12 @@
 """Byte-level BPE for GPT-2's family: the tokenizer files of a Hugging Face folder, run by tiktoken."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 
 import tiktoken
 
-
-class LoadError(ValueError):
-    """A model folder cannot be used; the message is one sentence that says why and what to do."""
-
+from nanorook.settings import refuse
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("vocab.json", "merges.txt")
@@ -25,9 +23,9 @@ def read_json(path):
             raise ValueError("it holds something else")
         return content
     except FileNotFoundError:
-        raise LoadError(f"{path.parent}: there is no {path.name}; a model is a folder as transformers saves it.")
+        refuse(f"{path.parent}: there is no {path.name}; a model is a folder as transformers saves it.")
     except (ValueError, OSError, RecursionError) as error:
-        raise LoadError(f"{path}: not readable as a JSON object ({error}).")
+        refuse(f"{path}: not readable as a JSON object ({error}).")
 
 
 def byte_names():
@@ -55,7 +53,7 @@ class Tokenizer:
         """From tokenizer.json, or from vocab.json and merges.txt; a folder without any gets GPT-2's own."""
         folder, words = Path(folder), True
         if not folder.is_dir():
-            raise LoadError(f"{folder}: there is no such folder.")
+            refuse(f"{folder}: there is no such folder.")
         if not (folder / "tokenizer.json").exists() and not (folder / "vocab.json").exists():
             return cls.gpt2()
         try:
@@ -82,12 +80,8 @@ class Tokenizer:
                 raise ValueError("each token needs a whole number of its own as id")
             if any(a >= b for a, b in zip(ids, ids[1:])):
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
-        except LoadError:
-            raise
         except Exception as error:  # what is wrong with a file may show anywhere
-            raise LoadError(
-                f"{folder}: expected a byte-level BPE as GPT-2's, with {END}; {type(error).__name__}: {error}"
-            )
+            refuse(f"{folder}: expected a byte-level BPE as GPT-2's, with {END}; {type(error).__name__}: {error}")
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
         return cls(ranks, eos, files, words)
 
@@ -109,18 +103,24 @@ class Tokenizer:
         try:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
-            raise LoadError(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
+            refuse(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
         return cls({gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}, gpt2.eot_token)
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids):
-        """The text up to the end token. Ids without a token (a padded vocabulary has some) and bytes that are
-        not UTF-8 become U+FFFD."""
-        ids = list(ids)
+        return self.read(ids)[0]
+
+    def read(self, ids):
+        """(text, ends): the text up to the end token, and for each of its tokens the number of characters up to its
+        end. Ids without a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
         ids = ids[: ids.index(self.eos)] if self.eos in ids else ids
-        return b"".join(self.token_bytes.get(i, b"\xff") for i in ids).decode("utf-8", "replace")
+        parts = [self.token_bytes.get(i, b"\xff") for i in ids]
+        text = b"".join(parts).decode("utf-8", "replace")
+        if text.isascii():
+            return text, list(accumulate(map(len, parts)))
+        return text, [len(b"".join(parts[: t + 1]).decode("utf-8", "replace")) for t in range(len(parts))]
 
 
 def tokenizer_files(ranks, eos, words):

@@ -21,7 +21,6 @@ import toy
 import train
 from model import GPT
 from nanorook import checkpoint, monitor
-from nanorook.checkpoint import CheckpointError
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,7 +53,7 @@ def test_damage_is_named_and_the_one_before_is_taken(small, tmp_path, file):
     assert name == "step-000001" and trainer["step"] == 1
     assert len(messages) == 1 and "step-000002 is damaged" in messages[0]
     (tmp_path / "step-000001" / file).unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole; start over with FRESH=1"):
+    with pytest.raises(SystemExit, match="no checkpoint in .* is whole; start over with FRESH=1"):
         load(tmp_path)
 
 
@@ -67,7 +66,7 @@ def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, o
     (tmp_path / ".unfinished/step-000001").mkdir(parents=True)  # left by a process that was killed
     (tmp_path / ".unfinished/step-000001/sums.json").write_text("{}")
     save(tmp_path, small, 1)
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="step-000002 could not be written"):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="step-000002 could not be written"):
         patch.setattr(owner, name, Mock(side_effect=error))
         save(tmp_path, small, 2)
     assert load(tmp_path)[0] == "step-000001" and not (tmp_path / ".unfinished").exists()
@@ -85,7 +84,7 @@ def test_everything_is_flushed_before_it_gets_its_name(small, tmp_path, monkeypa
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     held = checkpoint.lock(tmp_path)
-    with pytest.raises(CheckpointError, match="in use by another run"):
+    with pytest.raises(SystemExit, match="in use by another run"):
         checkpoint.lock(tmp_path)
     held.close()
     checkpoint.lock(tmp_path).close()
@@ -96,7 +95,7 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(small, tmp_path):
     (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
     for name in ("metrics.jsonl", "thesis.tex"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match="holds thesis.tex"):
+    with pytest.raises(SystemExit, match="holds thesis.tex"):
         checkpoint.clear(tmp_path)
     assert len(checkpoint.folders(tmp_path)) == 1
     (tmp_path / "thesis.tex").unlink()

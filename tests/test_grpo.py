@@ -141,8 +141,8 @@ def test_pieces_that_cancel_out_are_not_blown_up():
 def test_credit_of_an_example_by_hand(toy_settings):
     """The texts "ab  cde f" and "ab" as ab|␣␣c|de|␣f and a|b: a token belongs to the span of its last character."""
     pieces = [
-        [("whole", 0.5, None), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("last", 0.1, (7, 9))],
-        [("whole", 0.1, None), ("first", 0.6, (0, 2))],
+        [("whole", 0.5), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("ends", 0.1, (0, 3), (7, 9))],
+        [("whole", 0.1), ("first", 0.6, (0, 2))],
     ]
     grades = [toy.Grade(reward, some, {}) for reward, some in zip((1.2, 0.7), pieces)]
     samples = [SimpleNamespace(grade=grade, ends=ends) for grade, ends in zip(grades, ([2, 5, 7, 9], [1, 2]))]
@@ -155,7 +155,7 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
     # an answer lacks is 0 there and judges the whole
-    expected = [[0.0, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 4]]
+    expected = [[0.05, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 4]]
     torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 

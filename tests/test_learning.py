@@ -11,7 +11,7 @@ import train
 from examples import letters
 from experiments import variants
 from model import GPT
-from rollout import generate, read
+from rollout import generate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +32,7 @@ def share(model, right, temperature=0.0):
     questions = letters.make_questions(letters.load("", model.config)[1], 400, random.Random(0), model.config)
     noise = torch.rand(400, 4, generator=torch.Generator().manual_seed(0))
     batch = generate(model, [model.tokenizer.encode(q.prompt) for q in questions], 1, 4, temperature, noise=noise)
-    answers = [read(model.tokenizer, ids)[0] for ids in batch.tokens.tolist()]
+    answers = [model.tokenizer.decode(ids) for ids in batch.tokens.tolist()]
     return sum(answer == f" {right(question.truth)}" for answer, question in zip(answers, questions)) / 400
 
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import model as model_file
 from model import GPT
-from nanorook.tokenizer import LoadError
 from rollout import pad_prompts
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
@@ -109,7 +108,7 @@ def test_a_wrong_folder_is_refused_in_one_sentence(folder, name):
     rewrite(folder, change)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **entries}))
-    with pytest.raises(LoadError, match=sentence) as error:
+    with pytest.raises(SystemExit, match=sentence) as error:
         GPT.load(folder)
     assert "\n" not in str(error.value)
 

@@ -42,7 +42,7 @@ def chess_samples():
 def letter_samples():
     shared = {"completion": "<a", "kind": "letters", "prompt": "sort: ba", "truth": {"answer": "ab"}, "reward": 0.8}
     for step in (0, STEPS):
-        pieces = [["form", 0.5, None], ["letter 0", 0.1 * bool(step), [0, 1]], ["letter 1", 0.2, [1, 2]]]
+        pieces = [["form", 0.5], ["letter 0", 0.1 * bool(step), [0, 1]], ["letter 1", 0.2, [1, 2]]]
         yield shared | {"step": step, "pieces": pieces, "metrics": {}}
 
 
@@ -192,7 +192,7 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
     rows = make_metrics((f"{evil}/{evil}", f"{evil}/earned/{evil}"))
     write_lines(run / "metrics.jsonl", [row | {"state": evil, "advice": evil} for row in rows])
     sample = {"step": 0, "reward": 0.5, "truth": [evil], "completion": HOSTILE, "kind": evil, "prompt": HOSTILE}
-    pieces = [[evil, 0.5, [0, 99]], [evil, -1, [-5, 3]], [evil, 0, None]]
+    pieces = [[evil, 0.5, [0, 99]], [evil, -1, [-5, 3]], [evil, 0]]
     write_lines(run / "samples.jsonl", [sample | {"pieces": pieces}])
     with open(run / "samples.jsonl", "a") as file:
         file.write('{"completion": "<script>document')

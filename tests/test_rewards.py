@@ -97,9 +97,9 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert type(result.reward) is float and MALFORMED == -0.3 <= result.reward <= 1
         assert {type(value) for value in result.metrics.values()} == {float}
         assert all(map(math.isfinite, result.metrics.values()))
-        names, values, spans = zip(*result.pieces)
+        names, values = zip(*[piece[:2] for piece in result.pieces])
         assert len(set(names)) == len(names) and sum(values) == pytest.approx(result.reward, abs=1e-8)
-        assert all(0 <= a < b <= len(text) for a, b in filter(None, spans))
+        assert all(0 <= a < b <= len(text) for piece in result.pieces for a, b in piece[2:])
         assert (result.reward == MALFORMED) == (names == ("malformed",)) == (result.metrics["structure"] == 0)
 
 
@@ -156,20 +156,40 @@ def test_a_changed_penalty_changes_the_advantages(toy_settings, monkeypatch, nam
     assert (advantages(toy_settings, "policy", "piece") - before).abs().max() > 1e-3
 
 
+def judged_words(result, text):
+    return {name: [text[slice(*span)].strip(" /+") for span in spans] for name, _, *spans in result.pieces if spans}
+
+
 @pytest.mark.parametrize("text_format", FORMATS)
 def test_each_piece_judges_its_own_words(text_format):
     text = rewards.policy_completion(START, label(START), text_format)
-    judged = {name: text[slice(*span)].strip(" ") for name, _, span in policy(text).pieces if span}
+    judged = judged_words(policy(text), text)
     for i, (uci, cp) in enumerate(label(START)):
-        assert judged[f"candidates_legal {i}"] == judged[f"candidates {i}"] == uci
-        assert judged[f"evals {i}"] == str(cp / 100)
-    assert {judged[name] for name in ("listed", "legal", "top5", "loss", "best")} == {label(START)[0][0]}
+        assert judged[f"candidates_legal {i}"] == judged[f"candidates {i}"] == [uci]
+        assert judged[f"evals {i}"] == [str(cp / 100)]
     text = rewards.environment_completion(*rewards.transition(START, "e2e4"), text_format)
-    judged = {name: text[slice(*span)].strip(" /+") for name, _, span in environment(text).pieces if span}
+    judged = judged_words(environment(text), text)
     fen, *rest = text.split("+")
-    words = fen.replace("/", " ").split()
+    words = [[word] for word in fen.replace("/", " ").split()]
     assert [judged[f"words {i}"] for i in range(13)] == [judged[f"similarity {i}"] for i in range(13)] == words
-    assert judged["next_state"] == fen and [judged["reward"], judged["terminated"], judged["truncated"]] == rest
+    assert [*judged["next_state"], *judged["reward"], *judged["terminated"], *judged["truncated"]] == [fen, *rest]
+
+
+@pytest.mark.parametrize("best", [*(uci for uci, _ in label(START)[:2]), "a2a4", "e2e5"])
+def test_the_best_move_is_judged_where_it_is_listed_too(best):
+    """Also where it earns nothing: a2a4 is not among the engine's five, and e2e5 is illegal."""
+    assert "a2a4" not in dict(label(START))
+    text = answer(["b2b4", best, "c2c4"], [0.3, 0.2, 0.1], best)
+    judged = judged_words(policy(text), text)
+    for name in ("listed", "legal", "top5", "loss", "best"):
+        assert judged[name] == [best, best]
+    text = answer(["b2b4"], [0.3], best)
+    assert judged_words(policy(text), text)["legal"] == [best]
+
+
+def test_a_wrong_state_is_the_fault_of_its_wrong_words():
+    text = AFTER.replace(" b ", " w ").replace("pppppppp", "ppp1pppp") + "+0.001+0+0"
+    assert judged_words(environment(text), text)["next_state"] == ["ppp1pppp", "w"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import train
 from model import GPT, GPTConfig
-from nanorook.tokenizer import Tokenizer
-from rollout import distribution, draw, generate, read
+from rollout import distribution, draw, generate
 
 NEW, G = 30, 4
 FILTERS = [(1.0, 0, 1.0), (0.7, 0, 1.0), (0.7, 15, 1.0), (1.3, 0, 0.8), (0.7, 15, 0.9)]
@@ -152,22 +151,3 @@ def test_captured_graphs_decode_as_the_cpu_does(model):
     twin, noise = model.cast(torch.bfloat16), uniform(G * len(PROMPTS), 70).cuda()
     captured, plain = (generate(twin, PROMPTS, G, 70, noise=noise, graph=graph) for graph in (True, False))
     assert torch.equal(captured.tokens, plain.tokens)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens to text
-
-
-@pytest.mark.parametrize("tokenizer", [Tokenizer.of_bytes(), Tokenizer.squares()])
-@pytest.mark.parametrize("text", ["", "M: e2e4 g8f6 E: 0.3", "é e2 中 a1 🙂"])
-def test_text_and_where_each_of_its_tokens_ends(tokenizer, text):
-    ids = tokenizer.encode(text)
-    for said in (ids, [*ids, tokenizer.eos], [*ids, tokenizer.eos, 65]):  # what follows the end token is no text
-        found, ends = read(tokenizer, said)
-        assert found == text and ends == sorted(ends) and (ends[-1] if ends else 0) == len(text)
-        if text.isascii():
-            assert ends == [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
-
-
-def test_bytes_that_are_no_text():
-    assert read(Tokenizer.of_bytes(), [65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])

@@ -75,7 +75,7 @@ def test_help_shows_names_defaults_and_meanings(program, capsys):
 def test_a_task_is_any_file_and_brings_its_own_defaults(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "SETTINGS", {})
     monkeypatch.setitem(settings.GIVEN, "defaults", {})
-    (tmp_path / "my_task.py").write_text("from nanorook.positions import DataError\nDEFAULTS = {'LR': 0.25}\n")
+    (tmp_path / "my_task.py").write_text("from nanorook.settings import refuse\nDEFAULTS = {'LR': 0.25}\n")
     task = settings.load_task(tmp_path / "my_task.py")
     assert setting("LR", 1.0, "") == 0.25 and settings.load_task(tmp_path / "my_task.py") is task
     assert settings.load_task("rewards.py") is sys.modules["rewards"]

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from nanorook.tokenizer import LoadError, Tokenizer
+from nanorook.tokenizer import Tokenizer
 
 ODD_TEXTS = ["", "\n\n  \t x", "it's é — 中文 🙂 1234567", "A: e2e4+0.001+0+0\r\n", "a9h0ha1b2\0"]
 
@@ -107,11 +107,28 @@ def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, reason):
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
     BAD[reason](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(LoadError, match=f"^{tmp_path}: expected a byte-level BPE as GPT-2's, with .*; .*{reason}"):
+    with pytest.raises(
+        SystemExit, match=f"{tmp_path}: expected a byte-level BPE as GPT-2's, with .*; .*{reason}"
+    ):
         Tokenizer.load(tmp_path)
 
 
 def test_without_files_and_without_network_the_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no route to host")))
-    with pytest.raises(LoadError, match="no tokenizer files.*no route to host"):
+    with pytest.raises(SystemExit, match="no tokenizer files.*no route to host"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer.of_bytes(), Tokenizer.squares()])
+@pytest.mark.parametrize("text", ["", "M: e2e4 g8f6 E: 0.3", "é e2 中 a1 🙂"])
+def test_text_and_where_each_of_its_tokens_ends(tokenizer, text):
+    ids = tokenizer.encode(text)
+    for said in (ids, [*ids, tokenizer.eos], [*ids, tokenizer.eos, 65]):  # what follows the end token is no text
+        found, ends = tokenizer.read(said)
+        assert found == text and ends == sorted(ends) and (ends[-1] if ends else 0) == len(text)
+        if text.isascii():
+            assert ends == [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
+
+
+def test_bytes_that_are_no_text():
+    assert Tokenizer.of_bytes().read([65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])

@@ -45,9 +45,9 @@ def make_questions(items, count, rng, config):
 
 def grade(question, text, hit_limit=False, step=math.inf):
     """Even characters are good, and the first one should be low."""
-    pieces = [("even", sum(ord(c) % 2 == 0 for c in text) / 7, None)]
+    pieces = [("even", sum(ord(c) % 2 == 0 for c in text) / 7)]
     pieces += [("first", (ord(text[0]) % 8) / 16, (0, 1))] if text else []
-    reward = sum(value for _, value, _ in pieces)
+    reward = sum(value for _, value, *_ in pieces)
     return Grade(reward, tuple(pieces), {"characters": float(len(text))})
 
 

@@ -27,7 +27,7 @@ from nanorook import hardware, positions
 from nanorook.monitor import describe
 from nanorook.settings import refuse
 from nanorook.tokenizer import Tokenizer
-from rollout import capture, generate, read
+from rollout import capture, generate
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 
@@ -88,7 +88,7 @@ def prepare(w, device, dtype):
         if w.kl is None:
             return {"rollout": middle - start}
         for row, ids in enumerate(batch.tokens.tolist()):
-            rewards.grade(asked[row // w.group], read(model.tokenizer, ids)[0], True)
+            rewards.grade(asked[row // w.group], model.tokenizer.decode(ids), True)
         advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
         train.update(model, reference, optimizer, [batch._replace(advantages=advantages)], w.kl)
         return {"rollout": middle - start, "update": clock(device) - middle}

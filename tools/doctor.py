@@ -24,9 +24,7 @@ import grpo
 import train
 from model import GPT
 from nanorook import hardware, monitor, parallel
-from nanorook.positions import DataError
 from nanorook.settings import refuse
-from nanorook.tokenizer import LoadError
 from rollout import microbatches
 
 STEP = 10**9  # beyond all warm-ups
@@ -184,7 +182,7 @@ def rewards(samples):
     values = torch.tensor([s.grade.reward for s in samples])
     least, most = values.min().item(), values.max().item()
     same, capped = most - least < 1e-6, mean(values > most - 1e-6)
-    apart = max(abs(s.grade.reward - sum(value for _, value, _ in s.grade.pieces)) for s in samples)
+    apart = max(abs(s.grade.reward - sum(value for _, value, *_ in s.grade.pieces)) for s in samples)
     return check(
         "rewards", {"mean": mean(values), "std": values.std().item(), "min": least, "max": most},
         (not values.isfinite().all(), "A reward is NaN or infinite: find the completion that grade() cannot read."),
@@ -254,7 +252,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (LoadError, DataError) as error:
-        refuse(str(error))
+    main()

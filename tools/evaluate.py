@@ -25,8 +25,8 @@ import chess.pgn
 import rewards
 from model import GPT
 from nanorook import hardware, monitor, stockfish
-from nanorook.positions import DataError, board_key, contract_board, game_end, held_out
-from nanorook.tokenizer import LoadError
+from nanorook.positions import board_key, contract_board, game_end, held_out
+from nanorook.settings import refuse
 from tools import games
 from tools.games import best_moves, progress, sample
 
@@ -159,7 +159,7 @@ def read_bigbench(path):
         boards = []
     found = [(board.fen(), mating) for board in boards if (mating := mating_moves(board))]
     if not found:
-        raise DataError(f"{path}: expected BIG-bench's checkmate_in_one/task.json, found no game before a mate.")
+        refuse(f"{path}: expected BIG-bench's checkmate_in_one/task.json, found no game before a mate.")
     return found
 
 
@@ -303,7 +303,7 @@ def main():
     loaded = [rewards.load(source, models[0].config) for source in a.data]
     held = [position for _, part in loaded for position in part]
     if not held:
-        sys.exit(f"error: {' '.join(a.data)} has no held-out position; give more positions.")
+        refuse(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
     everything = [position for parts in loaded for part in parts for position in part]
     mates = {"mate in one": find_mates(rng.sample(everything, len(everything)), a.positions)}
@@ -335,7 +335,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (LoadError, DataError) as error:
-        sys.exit(f"error: {error}")
     except stockfish.EngineError as error:
-        sys.exit(f"error: Stockfish {error}.")
+        refuse(f"Stockfish {error}.")

@@ -10,7 +10,6 @@ time. The model plays the move after `B:`. Every figure has a 95 % interval.
 
 import argparse
 import itertools
-import sys
 from pathlib import Path
 
 import chess
@@ -21,9 +20,8 @@ from tqdm import tqdm
 import rewards
 from model import GPT
 from nanorook import hardware, monitor, stockfish
-from nanorook.positions import DataError
-from nanorook.tokenizer import LoadError
-from rollout import generate, read
+from nanorook.settings import refuse
+from rollout import generate
 
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
 ILLEGAL, UNTRUE, NORMAL = "illegal move", "untrue answer", "normal"  # how a game ends
@@ -37,13 +35,13 @@ def sample(model, questions, temperature, rows=128, seed=0):
     prompts = [model.tokenizer.encode(question.prompt) for question in questions]
     limit = min(rewards.LIMITS[kind], room - max(map(len, prompts)))
     if limit < 1:
-        raise LoadError(f"the model's {room} positions leave no room after its longest prompt.")
+        refuse(f"the model's {room} positions leave no room after its longest prompt.")
     noise = torch.rand(len(questions), limit, generator=torch.Generator().manual_seed(seed))
     answers = []
     for i in progress(range(0, len(questions), rows), f"{kind}, temperature {temperature:g}"):
         uniform = noise[i : i + rows].to(model.wte.weight.device)
         batch = generate(model, prompts[i : i + rows], 1, limit, temperature, noise=uniform)
-        texts = [read(model.tokenizer, ids)[0] for ids in batch.tokens.tolist()]
+        texts = [model.tokenizer.decode(ids) for ids in batch.tokens.tolist()]
         answers += zip(texts, batch.hit_limit.tolist())
     return answers
 
@@ -189,7 +187,7 @@ def main():
     model = GPT.load(a.model).to(device).cast(hardware.fastest_dtype(device))
     starts = openings(rewards.load(a.data, model.config)[1], a.games)
     if not starts:
-        sys.exit(f"error: {a.data} has no held-out position in which a game can go on; give more positions.")
+        refuse(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     figures, pgn = {}, ""
     for temperature in dict.fromkeys(a.temperature):
         boards, ends = play(model, starts, temperature, a.opponent == "loop", opponent)
@@ -205,7 +203,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (LoadError, DataError) as error:
-        sys.exit(f"error: {error}")
     except stockfish.EngineError as error:
-        sys.exit(f"error: Stockfish {error}.")
+        refuse(f"Stockfish {error}.")

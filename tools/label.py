@@ -249,8 +249,6 @@ def main():
         sys.exit(f"Stopped; {again}.")
     except EngineError as error:
         sys.exit(f"Stockfish ({require()}) {error}.")
-    except positions.DataError as error:
-        sys.exit(str(error))
     except OSError as error:
         sys.exit(f"{args.out} cannot be written: {error.strerror}.")
 

@@ -32,7 +32,7 @@ from model import GPT, GPTConfig, causal_bias
 from nanorook import checkpoint, hardware, positions
 from nanorook.settings import refuse
 from nanorook.stockfish import CANDIDATES, MATE
-from nanorook.tokenizer import LoadError, Tokenizer
+from nanorook.tokenizer import Tokenizer
 from tools.evaluate import sample_and_grade
 
 RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
@@ -320,7 +320,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (LoadError, positions.DataError) as error:
-        refuse(error)
+    main()

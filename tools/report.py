@@ -270,7 +270,7 @@ def card(answers, most):
     sample, figures = next(iter(answers.values())), ""
     for title, one in answers.items():
         sums = {}  # "candidates 3" is one of several pieces of that name
-        for name, value, _ in one["pieces"]:
+        for name, value, *_ in one["pieces"]:
             sums[name.split(" ")[0]] = sums.get(name.split(" ")[0], 0) + value
         earned = " + ".join(f"{value:.3f} {name}" for name, value in sums.items() if value).replace("+ -", "- ")
         figures += f"<figure><figcaption>{escape(title)}</figcaption>{board(one)}<pre>{marked(one, most)}</pre>"
@@ -281,11 +281,12 @@ def card(answers, most):
 
 
 def judged(sample):
-    """{(start, end): {piece: value}}, what the pieces of a reward pay for each part of the answer."""
+    """{(start, end): {piece: value}}, what the pieces of a reward pay for each part of the answer: the first that each
+    piece judges, so that it is shown once."""
     parts = {}
-    for name, value, place in sample["pieces"]:
-        if place:
-            parts.setdefault(tuple(place), {})[name] = value
+    for name, value, *places in sample["pieces"]:
+        if places:
+            parts.setdefault(tuple(places[0]), {})[name] = value
     return parts
 
 

@@ -22,8 +22,8 @@ import torch
 
 from model import GPT
 from nanorook import hardware
+from nanorook.settings import refuse
 from nanorook.stockfish import MATE
-from nanorook.tokenizer import LoadError
 from rewards import LIMITS, chess_format, parse_policy, policy_completion, policy_prompt, start_model
 from rollout import generate, pad_prompts
 
@@ -249,7 +249,7 @@ def main():
     model = GPT.load(name).to(device).cast(hardware.fastest_dtype(device))
     room = model.config.n_positions - len(prompt_of(model, chess.Board()))
     if room < LIMITS["policy"]:
-        sys.exit(f"error: {name}: the model's positions leave {room} tokens after a prompt, too few for an answer.")
+        refuse(f"{name}: the model's positions leave {room} tokens after a prompt, too few for an answer.")
     generator = torch.Generator().manual_seed(OPTIONS["Seed"][1])
     options = {option: default for option, (_, default, _, _) in OPTIONS.items()}
     board, search = chess.Board(), None
@@ -290,7 +290,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except LoadError as error:
-        sys.exit(f"error: {error}")
     except (KeyboardInterrupt, BrokenPipeError):  # nobody listens any more
         os._exit(1)

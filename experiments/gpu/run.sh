@@ -63,15 +63,15 @@ fi
 "$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
 import sys
 from nanorook import stockfish
-from nanorook.tokenizer import LoadError, Tokenizer
+from nanorook.tokenizer import Tokenizer
 
 folder, tiny, positions = sys.argv[1:]
 if not positions:  # without labels to make, only the judge of moves would be missing
     stockfish.require()
 try:
     Tokenizer.load(folder) if folder else Tokenizer.gpt2()
-except LoadError as error:
-    sys.exit(f"error: GPT-2's tokenizer: {error} GPT2_TOKENIZER=FOLDER names one with vocab.json and merges.txt.")
+except SystemExit as error:
+    sys.exit(f"{error} GPT2_TOKENIZER=FOLDER names one with vocab.json and merges.txt.")
 if not tiny and not __import__("torch").cuda.is_available():
     sys.exit("error: PyTorch sees no GPU; TINY=1 rehearses this script on CPU with a model of no use.")
 END
