@@ -120,7 +120,6 @@ def policy_loss(
     ratio = ratio.detach()
     stats = {  # in gspo a completion's ratio counts once for each of its tokens
         "tokens": mask.sum().float(),
-        "ratio_sum": torch.where(mask, ratio, 0).sum(),
         "ratio_min": torch.where(mask, ratio, torch.inf).amin(),
         "ratio_max": torch.where(mask, ratio, -torch.inf).amax(),
         "clip_low": (clipped_low & mask).sum().float(),  # tokens whose gradient the clip has changed

@@ -497,8 +497,6 @@ def finish_run(model, out):
     model.save(out / "model")
     print(f"{out}/model       the trained model, a folder that transformers opens")
     print(f"{report.write(out)}  how the run went")
-    if TASK == "rewards.py":
-        print(f"python -m tools.uci {out}/model   plays against you in a chess program")
 
 
 if __name__ == "__main__":

@@ -66,12 +66,6 @@ def intervals(samples):
     return {name: interval(v) for name, v in values.items()}
 
 
-def means(rows):
-    """The mean of each entry of some dictionaries, over those that have it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: fmean(row[name] for row in rows if name in row) for name in names}
-
-
 def earned(sample):
     """What each piece of the reward gives; "candidates 3" is one of several pieces of this name."""
     found = Counter()

@@ -47,7 +47,8 @@ def setting(name, default, meaning, one_of=None, low=-math.inf, high=math.inf):
     if one_of is not None and value not in one_of:
         refuse(f"{name}={value} is not one of {', '.join(one_of)}.")
     if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
-        refuse(f"{name}={value} is out of range; it has to be a number from {low} to {high}.")
+        bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+        refuse(f"{name}={value} is out of range; it has to be a number {bounds}.")
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
 

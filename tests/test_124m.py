@@ -36,7 +36,7 @@ def test_a_step_of_124_million_weights(tmp_path, capsys):
     def grade(question, text, hit_limit, step):
         """Random text claims no structure, and earns something that differs from answer to answer."""
         reward = next(number) % 3 / 2
-        return rewards.Grade(reward, (("number", reward, None),), {})
+        return rewards.Grade(reward, (("number", reward),), {})
 
     items = [Position(chess.STARTING_FEN, (), (("e2e4", 20),))]
     task = SimpleNamespace(LIMITS={"policy": 8, "environment": 8}, load=lambda *_: (items, items))

@@ -113,7 +113,7 @@ def test_rewards_that_teach_nothing_or_too_much(examine, monkeypatch, change, na
 
     def grade(*args):
         reward = change(honest(*args).reward)
-        return toy.Grade(reward, (("all", reward, None),), {})
+        return toy.Grade(reward, (("all", reward),), {})
 
     monkeypatch.setattr(toy, "grade", grade)
     said(examine(SCALE_REWARDS="group"), name, words)

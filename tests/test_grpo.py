@@ -199,8 +199,8 @@ def test_stats_by_hand():
     ratio = torch.tensor([[0.5, 1.0, 2.0, 9.0], [0.5, 1.0, 2.0, 9.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
     args = ratio.log(), torch.zeros(2, 4), torch.tensor([1.0, -1.0]), mask
-    expected = dict(tokens=6, ratio_sum=7, ratio_min=0.5, ratio_max=2, clip_low=1, clip_high=1)
-    gspo = dict(ratio_sum=6, ratio_min=1, ratio_max=1, clip_low=0, clip_high=0)  # 0.5 · 1 · 2: both rows have ratio 1
+    expected = dict(tokens=6, ratio_min=0.5, ratio_max=2, clip_low=1, clip_high=1)
+    gspo = dict(ratio_min=1, ratio_max=1, clip_low=0, clip_high=0)  # 0.5 · 1 · 2: both rows have ratio 1
     for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2), "gspo": gspo}.items():
         stats = grpo.policy_loss(*args, **settings(loss))[1]
         assert {k: v.item() for k, v in stats.items()} == pytest.approx(expected | changed)

@@ -42,7 +42,7 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
     "arguments, environment, message",
     [
         (["STEPS=abc"], {}, "STEPS=abc is not a whole number"),
-        (["STEPS=-1"], {}, "STEPS=-1 is out of range; it has to be a number from 0 to inf"),
+        (["STEPS=-1"], {}, "STEPS=-1 is out of range; it has to be a number of at least 0"),
         (["LR=nan"], {}, "LR=nan is out of range"),
         (["LR=inf"], {}, "LR=inf is out of range"),
         (["LOSS=ppo"], {}, "is not one of grpo, dapo"),

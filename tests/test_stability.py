@@ -71,7 +71,7 @@ def test_zero_gradient_collapse(toy_run, monkeypatch):
     def run(out, worth):
         def changed(*args):
             reward = worth(0.1 + grade(*args).reward)
-            return toy.Grade(reward, (("all", reward, None),), {})
+            return toy.Grade(reward, (("all", reward),), {})
 
         monkeypatch.setattr(toy, "grade", changed)
         return toy_run(out)

@@ -158,7 +158,7 @@ def truths(questions):
 def completions(model, batch, samples):
     tokenizer, kind = model.tokenizer, samples[0].question.kind
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
-    metrics = monitor.means([s.grade.metrics for s in samples])
+    metrics = {name.split(" ", 1)[1]: value for name, (value, _) in monitor.intervals(samples).items()}
     nats = -mean(batch.rollout_logprobs[batch.completion_mask])
     expected, cut = len(batch.prompts) * train.GROUP_SIZE, sum(s.hit_limit for s in samples) / len(samples)
     ends = sum(row[-1:].count(tokenizer.eos) != row.count(tokenizer.eos) or row.count(tokenizer.eos) == s.hit_limit
