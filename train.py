@@ -46,7 +46,7 @@ EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch",
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
 CONTROL                 = setting("CONTROL", False, "all advantages are zero: what a run does without a reward")
 
-LR                      = setting("LR", 3e-5, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
+LR                      = setting("LR", 1e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
