@@ -103,24 +103,26 @@ def sample(model, questions, group_size, temperature, noise, step=math.inf):
     """Samples and grades `group_size` answers to each question, one kind at a time, as kinds differ in length:
     [(Batch, its Samples), ...]. `noise` (questions, group_size, T) decides what is drawn."""
 
-    def some(indices):
-        chosen = [questions[i] for i in indices]
-        prompts = [model.tokenizer.encode(question.prompt) for question in chosen]
-        limit = min(task.LIMITS[chosen[0].kind], model.config.n_positions - max(map(len, prompts)))
-        if limit < 1:
-            refuse(f"the model's {model.config.n_positions} positions leave no room after its longest prompt; use shorter ones.")
-        uniform = noise[indices].flatten(0, 1)[:, :limit].to(model.wte.weight.device)
-        batch = generate(model, prompts, group_size, limit, temperature, TOP_K, TOP_P, uniform)
-        rows = zip(batch.tokens.tolist(), batch.hit_limit.tolist())
-        samples = []
-        for i, (ids, hit_limit) in enumerate(rows):
-            question, (text, ends) = chosen[i // group_size], model.tokenizer.read(ids)
-            samples.append(Sample(question, text, ends, hit_limit, task.grade(question, text, hit_limit, step)))
-        return batch, samples
+    def part(indices):
+        return sample_kind(model, [questions[i] for i in indices], group_size, temperature, noise[indices], step)
 
     kinds = dict.fromkeys(question.kind for question in questions)
     groups = [[i for i, question in enumerate(questions) if question.kind == kind] for kind in kinds]
-    return [result for indices in groups for result in in_halves(some, indices)]
+    return [result for indices in groups for result in in_halves(part, indices)]
+
+
+def sample_kind(model, questions, group_size, temperature, noise, step):
+    prompts = [model.tokenizer.encode(question.prompt) for question in questions]
+    limit = min(task.LIMITS[questions[0].kind], model.config.n_positions - max(map(len, prompts)))
+    if limit < 1:
+        refuse(f"the model's {model.config.n_positions} positions leave no room after its longest prompt; use shorter ones.")
+    uniform = noise.flatten(0, 1)[:, :limit].to(model.wte.weight.device)  # (N, T)
+    batch = generate(model, prompts, group_size, limit, temperature, TOP_K, TOP_P, uniform)
+    samples = []
+    for i, (ids, hit_limit) in enumerate(zip(batch.tokens.tolist(), batch.hit_limit.tolist())):
+        question, (text, ends) = questions[i // group_size], model.tokenizer.read(ids)
+        samples.append(Sample(question, text, ends, hit_limit, task.grade(question, text, hit_limit, step)))
+    return batch, samples
 
 
 def rollout(model, questions, step):
@@ -307,8 +309,8 @@ def evaluate(model, questions, file, step):
     for temperature in (0.0, TEMPERATURE):
         found = []
         for indices in chunks:
-            some = [questions[i] for i in indices]
-            found += [s for _, samples in sample(model, some, 1, temperature, noise[indices]) for s in samples]
+            asked = [questions[i] for i in indices]
+            found += [s for _, samples in sample(model, asked, 1, temperature, noise[indices]) for s in samples]
             bar.update()
         found = parallel.gather(found)
         figures |= {f"{name} T={temperature:g}": value for name, value in monitor.intervals(found).items()}
@@ -403,7 +405,7 @@ def main():
         clock = time.time()
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
         results = rollout(model, task.make_questions(items, BATCH_POSITIONS, rng, model.config), step)
-        batches, samples = [batch for batch, _ in results], parallel.gather([s for _, some in results for s in some])
+        batches, samples = [batch for batch, _ in results], parallel.gather([s for _, part in results for s in part])
         metrics = describe_rewards(samples)
         if step == 0 and metrics.get("structure", 1.0) < 0.2:
             refuse(f"only {metrics['structure']:.0%} of the first completions have the structure of an answer, so the model "
