@@ -13,10 +13,6 @@ import math
 import re
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # a file, no window
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +20,7 @@ import grpo
 import rewards
 import rollout
 import train
-from experiments.seeds import write
+from experiments.seeds import plt, write
 from experiments.variants import run_here
 from model import GPT
 from nanorook import monitor

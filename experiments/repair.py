@@ -11,24 +11,20 @@ taught; OUT/repair.json has all figures, and what is in it is not run again; OUT
 import argparse
 import math
 import random
-import sys
 from pathlib import Path
 
 import chess
-import matplotlib
-
-matplotlib.use("Agg")  # a file, no window
-import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
 import rewards
 import train
-from experiments.seeds import read, write
+from experiments.seeds import plt, read, write
 from experiments.variants import run_here
 from model import GPT
 from nanorook import hardware, monitor, positions
-from nanorook.settings import SETTINGS, parse
+from nanorook.settings import SETTINGS, parse, refuse
+from tools.pretrain import environment_text
 
 ROWS = 16  # texts in a batch of the supervised training
 METRICS = {"best": "best move, %", "top5": "among the five, %", "cp_loss": "loss within the five, pawns"}
@@ -41,11 +37,6 @@ def rookworld_text(position, rng, text_format):
     if chess.Board(position.fen).turn == chess.BLACK:
         text = text[: text.rindex(" ") + 1] + min(moves, key=lambda move: move[1])[0]
     return rewards.policy_prompt(position.fen, text_format), text
-
-
-def environment_text(position, rng, text_format):
-    question = rewards.environment_question(position, rng, text_format)
-    return question.prompt, rewards.environment_completion(*question.truth, text_format)
 
 
 def teach(model, items, count, rng, lr=3e-4):
@@ -128,6 +119,8 @@ def main():
     p.add_argument("settings", nargs="*", metavar="NAME=value", help="of train.py, for both runs")
     a = p.parse_intermixed_args()
     chosen = dict(setting.split("=", 1) for setting in a.settings)
+    if not chosen.keys() <= SETTINGS.keys():
+        p.error("settings are NAME=value, as ./train.sh --help lists them.")
     chosen = {name: parse(name, value, type(SETTINGS[name][0])) for name, value in chosen.items()}
     settings = {"STEPS": a.steps, "EVAL_EVERY": max(1, a.steps // 10)} | chosen
     about = {"texts": a.texts, "positions": a.positions, "settings": settings}
@@ -164,7 +157,7 @@ def main():
             rewards, settings | {"MODEL": str(taught), "CONTROL": control}, [(train, "evaluate", evaluate)], quiet=False
         )
         if trained is None:
-            sys.exit(f"error: the run {name} did not come to its end.")
+            refuse(f"the run {name} did not come to its end.")
         known["curves"][name] = curve
         write(file, known)
     draw(known["curves"], a.out / "repair.png")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # a file, no window
+matplotlib.use("Agg")  # a file, no window; for the other scripts, too
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent

@@ -54,7 +54,6 @@ VARIANTS = {
 COLUMNS = {  # of the table, in percent but for the entropy
     "greedy": "the last letter, greedy, on 400 held-out questions",
     "sampled": "... and sampled at temperature 1",
-    "reward": "mean reward of all the answers that it was trained on",
     "entropy": "of its answers in the last step, nats a token",
     "clipped": "share of the tokens whose gradient the clip changed",
 }
@@ -94,7 +93,6 @@ def measure(settings):
     return {
         "greedy": skill["letters last T=0"][0],
         "sampled": skill["letters last T=1"][0],
-        "reward": statistics.fmean(row["reward"] for row in rows),
         "entropy": rows[-1]["entropy"],
         "clipped": statistics.fmean(row["clip_low"] + row["clip_high"] for row in rows),
     }

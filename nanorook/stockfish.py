@@ -4,10 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 
 import chess
+
+from nanorook.settings import refuse
 
 CANDIDATES = 5  # moves in a label
 NODES = 6000  # of the search for a label, as in the embedded positions
@@ -27,9 +28,9 @@ def require():
     """The path of the program; if there is none, exits with a sentence."""
     path = find()
     if path and not shutil.which(path):
-        sys.exit(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
+        refuse(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
     if not path:
-        sys.exit("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program.")
+        refuse("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program.")
     return path
 
 

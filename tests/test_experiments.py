@@ -58,7 +58,7 @@ def test_variants_are_settings_of_train_and_not_run_again(tmp_path, monkeypatch,
     monkeypatch.setattr("sys.argv", command)
     for _ in range(2):
         variants.main()
-        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 50.0 | 50.0 | 0.50 | 50.0 |" in capsys.readouterr().out
+        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 50.0 | 0.50 | 50.0 |" in capsys.readouterr().out
         assert measured == [{"SEED": 0}, {"EPOCHS": 2, "SEED": 0}, {"SEED": 1}, {"EPOCHS": 2, "SEED": 1}]
 
 

@@ -146,6 +146,6 @@ def test_an_engine_that_dies_once_is_started_again(tmp_path, undisturbed):
 def test_a_missing_engine_or_a_bad_argument_is_one_sentence(tmp_path):
     out = tmp_path / "out"
     assert "STOCKFISH_PATH is /no/such" in refused(out, STOCKFISH_PATH="/no/such")
-    assert refused(out, STOCKFISH_PATH="/bin/false") == "Stockfish (/bin/false) died."
+    assert refused(out, STOCKFISH_PATH="/bin/false") == "error: Stockfish (/bin/false) died."
     assert str(tmp_path / "none.txt") in refused(out, "--from", tmp_path / "none.txt")
     assert list(tmp_path.iterdir()) == []

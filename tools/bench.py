@@ -28,6 +28,7 @@ from nanorook.monitor import describe
 from nanorook.settings import refuse
 from nanorook.tokenizer import Tokenizer
 from rollout import capture, generate
+from tools.games import check_output
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 
@@ -334,8 +335,7 @@ def main():
     a = p.parse_args()
     if a.runs < 1:
         refuse(f"--runs {a.runs} measures nothing; give at least 1.")
-    if a.json and not Path(a.json).absolute().parent.is_dir():
-        refuse(f"{a.json} cannot be written: its folder does not exist.")
+    check_output(p, a.json)
     dtype = hardware.fastest_dtype(device) if a.dtype == "auto" else getattr(torch, a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}

@@ -57,12 +57,11 @@ def examine(model, reference, optimizer, questions):
     if found.figures["broken"]:
         return
     yield computing(model, questions[0], exact)
-    yield truths(questions)
     results = train.rollout(model, questions, STEP)
-    for batch, samples in results:
-        yield completions(model, batch, samples)
-    batches = [batch for batch, _ in results]
-    samples = [sample for _, some in results for sample in some]
+    batches, samples = [batch for batch, _ in results], [sample for _, part in results for sample in part]
+    yield truths(questions, samples)
+    for batch, part in results:
+        yield completions(model, batch, part)
     if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
         return
     yield rewards(samples)
@@ -95,7 +94,7 @@ def examine(model, reference, optimizer, questions):
         (metrics["skipped"], "It was not finite, so no update was made: see the checks above, or use DTYPE=float32."),
         (whole == 0, "It is 0, so nothing can be learnt from this batch: look at rewards and advantages."),
         (most > 1.001 * limit, f"A norm of {most:.4g} reaches the optimizer, above MAX_GRAD_NORM={limit:g}: clip it."),
-        (whole > 10 * limit, f"Clipped to {limit:g} it is what few tokens decide: lower KL_COEF, or the rewards."),
+        (whole > 10 * limit, f"Clipped to {limit:g}, few tokens decide its direction: lower KL_COEF or the rewards."),
     )  # fmt: skip
     change = norm(tensor - old[name] for name, tensor in model.state_dict().items())
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
@@ -143,13 +142,14 @@ def computing(model, question, exact):
     )  # fmt: skip
 
 
-def truths(questions):
+def truths(questions, samples):
     known = [question for question in questions if question.truth]
     kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
     stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
-    unknown = len(questions) - len(known)
+    # The engine may have been asked while an answer was graded; then the answer's metrics say if it knew.
+    unknown = int(sum(s.grade.metrics.get("unlabelled", not s.question.truth) for s in samples)) // train.GROUP_SIZE
     return check(
-        "questions", {"count": len(questions), "with a truth": len(known), **kinds},
+        "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
         (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
         (unknown, f"{unknown} have no truth, so right answers go unpaid: install Stockfish, or use tools.label."),
     )  # fmt: skip

@@ -27,6 +27,7 @@ import chess
 from tqdm import tqdm
 
 from nanorook import positions
+from nanorook.settings import refuse
 from nanorook.stockfish import CANDIDATES, MATE, NODES, Engine, EngineError, require
 
 CHUNK = 16  # positions of the input in a unit
@@ -114,7 +115,7 @@ def resume(partial, header):
             file.write(header)
             return [], 0
         if not text.startswith(header):
-            sys.exit(f"{partial} was started with other settings or input: use those, or delete it to start again.")
+            refuse(f"{partial} was started with other settings or input: use those, or delete it to start again.")
         lines, unit, units, end = [], [], 0, len(header)
         for line in text[end:].splitlines(keepends=True):
             unit.append(line)
@@ -178,7 +179,7 @@ def describe(name):
 def run(args):
     out, partial, path = args.out, f"{args.out}.partial", require()
     if os.path.exists(out) and not os.path.exists(partial):
-        sys.exit(f"{out} is there already: delete it to make it again.")
+        refuse(f"{out} is there already: delete it to make it again.")
     probe = Engine(path)
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
@@ -244,13 +245,13 @@ def main():
             describe(args.out) if args.describe else run(args)
         except BrokenProcessPool:
             time.sleep(0.1)  # Ctrl-C ends the workers too, perhaps before KeyboardInterrupt is raised here
-            sys.exit(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
+            refuse(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
     except KeyboardInterrupt:
         sys.exit(f"Stopped; {again}.")
     except EngineError as error:
-        sys.exit(f"Stockfish ({require()}) {error}.")
+        refuse(f"Stockfish ({require()}) {error}.")
     except OSError as error:
-        sys.exit(f"{args.out} cannot be written: {error.strerror}.")
+        refuse(f"{args.out} cannot be written: {error.strerror}.")
 
 
 if __name__ == "__main__":

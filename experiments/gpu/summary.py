@@ -62,7 +62,8 @@ def training(out, name):
         lines.append(f"Pretraining: {seen[-1]['step']} steps in {seen[-1]['seconds'] / 60:.1f} minutes.")
     if steps:
         late = steps[len(steps) // 2 :]  # the first steps compile
-        seconds, speed = (statistics.median(map(f, late)) for f in (lambda m: sum(m["seconds"].values()), tokens))
+        seconds = statistics.median(sum(m["seconds"].values()) for m in late)
+        speed = statistics.median(m["tokens_per_second"] for m in late)
         reward = [statistics.mean(m["reward"] for m in part) for part in (steps[:10], steps[-10:])]
         lines.append(
             f"GRPO: {len(steps)} steps, {seconds:.2f} s a step, {speed:,.0f} tokens a second, "
@@ -70,10 +71,6 @@ def training(out, name):
             f"reward {reward[0]:.3f} in the first ten steps, {reward[1]:.3f} in the last."
         )
     return [*lines, ""] if lines else []
-
-
-def tokens(metrics):
-    return metrics["tokens_per_second"]
 
 
 def main(out):
