@@ -28,9 +28,10 @@ MAX_LOG_RATIO = 20.0
 def credit(answers, ends, tokens):
     """What each piece of a reward gave each answer, values (N, K), and the tokens it judges, judged (N, T, K).
 
-    answers: for each answer its pieces (name, value, spans of characters); ends: for each answer the character at which
-    each of its tokens ends; tokens: T. A token belongs to the span that its last character is in. A piece without
-    spans judges the whole answer, and so does one that an answer lacks: its value is 0 there.
+    answers: for each answer its pieces (name, value, span, span, ...), a span being the (start, end) of characters;
+    ends: for each answer the character at which each of its tokens ends; tokens: T. A token belongs to the span that
+    its last character is in. A piece without spans judges the whole answer, and so does one that an answer lacks: its
+    value is 0 there.
     """
     names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in answers for name, *_ in pieces))}
     values = np.zeros((len(answers), len(names)), dtype=np.float32)
@@ -63,7 +64,7 @@ def advantages(values, group_size, scale="none", deviation=None):
 
 def constant(groups):
     """Groups (B, G, ...) whose values are all equal -> (B, ...). They teach nothing, and rounding of their mean must
-    not, once it is divided by a deviation of nearly zero. The share of them is what logs call frac_zero_std."""
+    not, once it is divided by a deviation of nearly zero. Of whole rewards, logs call their share frac_zero_std."""
     return groups.amax(1) - groups.amin(1) <= 1e-6
 
 
@@ -85,16 +86,15 @@ def policy_loss(
     loss,
     clip_low,
     clip_high,
-    max_completion_tokens,
+    normalizer,  # from loss_normalizer, of the whole batch
     weights=None,  # (N, T) from importance_weights
-    normalizer=None,  # of the whole batch, where this is only a part of it
 ):
     """The loss to minimise, and stats for merge_stats.
 
     grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
              (Shao et al., 2024): a token of a long completion weighs less
     dapo     the same, mean over all tokens of the batch (Yu et al., 2025); its "clip-higher" is clip_high > clip_low
-    dr_grpo  the same, divided by the constant N · max_completion_tokens: no bias by length (Liu et al., 2025)
+    dr_grpo  the same, divided by N · the longest completion allowed: no bias by length (Liu et al., 2025)
     cispo    the ratio is capped at 1 + clip_high and becomes a constant weight of the policy gradient, so that no
              token loses its gradient; mean over all tokens (MiniMax-M1, 2025)
     gspo     one ratio for each completion, the geometric mean of its tokens' ratios (Zheng et al., 2025)
@@ -114,8 +114,6 @@ def policy_loss(
         clipped_low, clipped_high = too_low & (advantages < 0), too_high & (advantages > 0)
     if weights is not None:
         objective = objective * torch.where(mask, weights, 0)
-    if normalizer is None:
-        normalizer = loss_normalizer(mask, loss, max_completion_tokens).clamp(min=1)
 
     ratio = ratio.detach()
     stats = {  # in gspo a completion's ratio counts once for each of its tokens

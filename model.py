@@ -173,7 +173,7 @@ class GPT(nn.Module):
         return self.head(self.trunk(torch.cat([last, completions[:, :-1]], 1), positions, bias, prompt)[0])
 
     def prefill(self, tokens, lengths):
-        """The shared part of B prompts: tokens (B, P) padded on the right, lengths (B,) with the last token counted.
+        """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
 
         Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
         """

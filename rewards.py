@@ -10,8 +10,9 @@ A task file provides what train.py and the tools that are not about chess ask fo
     grade(question, text, hit_limit, step)     Grade: the reward, its pieces, and metrics to be logged
 
 Question and Grade are NamedTuples: a Question has `kind`, `prompt` and what grade() needs, a Grade has the fields below.
-A perfect answer is worth 1. A metric "structure" is the share of answers that can be read; a run whose first answers
-have less than 0.2 of it is refused. `config` is the model's; its `extra` holds what the folder says of the text format.
+Both hold only what JSON can, as they are written to samples.jsonl. A perfect answer is worth 1. A metric "structure"
+is the share of answers that can be read; a run whose first answers have less than 0.2 of it is refused. `config` is the
+model's; its `extra` holds what the folder says of the text format.
 
 Chess has two kinds of questions:
 
@@ -171,7 +172,7 @@ def transition(fen, move):
 MALFORMED = -0.3
 MAX_CHARACTERS = 4096  # no answer has a tenth of it, and it bounds the work on any other
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-WASTED = 0.25  # cost of an illegal or repeated candidate, where a legal one earns 1: listing one pays from 20 % on
+WASTED = 0.25  # cost of an illegal or repeated candidate, where a legal one earns 1: a move is worth listing if it is legal with over 20 %
 
 # The ladder of the best move: legal < top5 < best. Each of them outweighs all that can be earned beside them (clean to
 # evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
@@ -310,7 +311,7 @@ def grade_policy(question, text):
     pieces.append(("parse", weights["parse"]))
     pieces.append(("clean", weights["clean"] * (not rest)))
 
-    # Each place in the list is worth the same, and a longer list makes each worth less: more moves are no better net.
+    # Each place in the list is worth the same, and a longer list makes each worth less: listing more moves pays no more.
     wanted = min(5, len(legal))
     places = max(wanted, len(moves))
     useful, errors = set(), {}
@@ -329,16 +330,16 @@ def grade_policy(question, text):
     if five:
         metrics["candidates"] = len(errors) / len(five)
 
-    # The best move was chosen twice, as a candidate and from the candidates, so its pieces judge both places.
-    chosen = [best_span, *[span for move, span in moves if move == best][:1]]
-    shares = {"listed": len(chosen) == 2, "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
+    # The move after B: was written twice, as a candidate and as the choice, so its pieces judge both places.
+    best_spans = [best_span, *[span for move, span in moves if move == best][:1]]
+    shares = {"listed": len(best_spans) == 2, "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
     metrics["legal"] = best in legal
     if best in five:
         top = max(five.values())
         metrics["cp_loss"] = pawns_apart(top, five[best])
         metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
         shares |= {"loss": 1 / (1 + metrics["cp_loss"]), "best": metrics["best"]}
-    pieces += [(name, weights[name] * share, *chosen) for name, share in shares.items()]
+    pieces += [(name, weights[name] * share, *best_spans) for name, share in shares.items()]
     return pieces, metrics
 
 
@@ -370,7 +371,7 @@ def grade_environment(question, text):
         pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
         likeness = Levenshtein.normalized_similarity(word, truth)
         pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
-    # A wrong state is the fault of its wrong words; all words have made a right one.
+    # A wrong next state is blamed on its wrong words; a right one, or one with words missing or too many, on the whole FEN.
     pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1

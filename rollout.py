@@ -52,7 +52,8 @@ class Cache(NamedTuple):
         return cls(*([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)] for _ in "kv"))
 
     def grow(self, tokens):
-        """With room for more tokens. On a CPU the cache grows: products read it whole, and copy what is a view."""
+        """A cache with room for more tokens. On a CPU it grows as needed: attention reads all of it, and would have to
+        copy a part."""
         B, H, G, _, D = self.keys[0].shape
         empty = self.keys[0].new_zeros(B, H, G, tokens, D)  # 0 and not any memory: it may hold NaN
         return Cache(*([torch.cat([x, empty], 3) for x in half] for half in self))
@@ -123,7 +124,8 @@ def draw(logprobs, uniform):
 def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, noise=None, graph=True):
     """Samples `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
-    All randomness is in `noise`, uniform numbers (N, max_new_tokens). `graph=False` is for debugging on CUDA.
+    All randomness is in `noise`, uniform numbers (N, max_new_tokens), drawn here if there are none. `graph=False`: no
+    CUDA graph, so that hooks on the model run at every token.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)

@@ -187,7 +187,7 @@ def reference_logprobs(reference, batch):
     return forward(reference, batch.to(reference.wte.weight.device))[0].to(batch.tokens.device)
 
 
-def accumulate(model, reference, parts, normalizer, kl_coef, longest):
+def accumulate(model, reference, parts, normalizer, kl_coef):
     """The gradient of a step's loss: (parts, now with the logprobs that the next epoch needs; sums and extremes).
 
     No process waits for another in here, so a process that runs out of memory can start again by itself.
@@ -201,13 +201,14 @@ def accumulate(model, reference, parts, normalizer, kl_coef, longest):
             part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
         loss, stat = grpo.policy_loss(
             logprobs, part.old_logprobs, part.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE,
-            clip_high=CLIP_RANGE_HIGH, max_completion_tokens=longest, normalizer=normalizer,
+            clip_high=CLIP_RANGE_HIGH, normalizer=normalizer,
             weights=grpo.importance_weights(part.old_logprobs, part.rollout_logprobs, cap=2.0),
         )  # fmt: skip
         if reference is not None:
             kl = grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)
             loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()  # always: one token can blow up k3's mean
+            # k2 whatever KL_ESTIMATOR is: one token can blow up k3's mean
+            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()
         loss.backward()
         stat["gap"] = torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum()
         stat |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
@@ -236,26 +237,20 @@ def accumulate_in_memory(model, reference, parts, *args):
         parts = [smaller for part in parts for smaller in microbatches(part, max(sizes) // 2)]
 
 
-def update(model, reference, optimizer, batches, kl_coef, first=False):
-    """EPOCHS updates from one step's batches; what was measured, `skipped` where an update was not made.
-
-    `first`: also check that sampler, policy and reference agree, as they must before the first update.
-    """
+def update(model, reference, optimizer, batches, kl_coef):
+    """EPOCHS updates from one step's batches; what was measured, `skipped` where an update was not made."""
     parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
     measured, norms, skipped = [], [], 0
     for _ in range(EPOCHS):
-        parts, stats = accumulate_in_memory(model, reference, parts, normalizer, kl_coef, longest)
+        parts, stats = accumulate_in_memory(model, reference, parts, normalizer, kl_coef)
         measured.append({name: parallel.total(value, grpo.reduction(name)) for name, value in stats.items()})
 
         # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
         parallel.sum_gradients(model.parameters())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
-        if first:
-            check_start(measured[0], model.dtype)
-            first = False
         if torch.stack([norms[-1], measured[-1]["loss"]]).isfinite().all():
             optimizer.step()
         else:
@@ -284,9 +279,9 @@ def describe_update(measured, norms):
     }
 
 
-def check_start(stats, dtype):
-    """Refuses a run whose sampler, policy and reference are not one function before the first update."""
-    gap, kl = (stats.get(name, torch.zeros(())).item() / stats["tokens"].item() for name in ("gap", "kl"))
+def check_start(metrics, dtype):
+    """Refuses a run whose sampler, policy and reference were not one function before the first update."""
+    gap, kl = metrics["logprob_gap"], metrics.get("kl", 0.0)
     if not gap < (1e-3 if dtype == torch.float32 else 0.05):
         refuse(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
                "weights that are not finite can cause.")  # fmt: skip
@@ -342,15 +337,17 @@ def main():
     lead, world = parallel.rank() == 0, parallel.world()
     log = functools.partial(print, flush=True) if lead else lambda *_: None
     if BATCH_POSITIONS % world:
-        refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; set NPROC=1.")
+        refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
 
     # Where the run stands: at its beginning, or where it was stopped. `state` is what one step leaves to the next.
     out = Path(OUT_DIR)
     if lead:
-        lock = checkpoint.lock(out, FRESH)
+        lock = checkpoint.lock(out)
+        if FRESH and MODEL and Path(MODEL).resolve().is_relative_to(out.resolve()):
+            refuse(f"FRESH=1 would delete MODEL={MODEL}, which lies in OUT_DIR={out}; name another OUT_DIR.")
         source = MODEL or task.start_model()
     source = parallel.from_lead(source if lead else None)
-    found = checkpoint.load(out, log)
+    found = None if FRESH else checkpoint.load(out, log)
     state = dict(step=0, lr_factor=1.0, skipped_in_a_row=0, rollbacks=0, skill={}, best=(-math.inf, 0))
     if found:
         state = found[1]
@@ -393,6 +390,8 @@ def main():
     if parameters > 5e7 and LR > 1e-5:
         log(f"LR={LR:g} is high for a model of this size; LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 suit one of 124M.")
     if lead:
+        if FRESH:  # not before model and data are known to be good
+            checkpoint.clear(out)
         about = monitor.describe("./train.sh", device, dtype)
         past, write = monitor.open_log(out, state["step"] if state["skill"] else -1, about, REPORT_TO, RUN_NAME)
     if "before" not in state["skill"]:
@@ -405,7 +404,7 @@ def main():
         clock = time.time()
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
         results = rollout(model, task.make_questions(items, BATCH_POSITIONS, rng, model.config), step)
-        batches, samples = [batch for batch, _ in results], parallel.gather([s for _, part in results for s in part])
+        batches, samples = [batch for batch, _ in results], parallel.gather([s for _, some in results for s in some])
         metrics = describe_rewards(samples)
         if step == 0 and metrics.get("structure", 1.0) < 0.2:
             refuse(f"only {metrics['structure']:.0%} of the first completions have the structure of an answer, so the model "
@@ -418,7 +417,9 @@ def main():
             group["lr"] = lr
         kl_coef = KL_COEF * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
         snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        metrics |= update(model, reference, optimizer, batches, kl_coef, first=step == 0)
+        metrics |= update(model, reference, optimizer, batches, kl_coef)
+        if step == 0:
+            check_start(metrics, dtype)
         update_seconds = time.time() - clock
 
         # What happened
@@ -504,5 +505,7 @@ def finish_run(model, out):
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:  # before the loop, which saves first
+        sys.exit(130)
     except RuntimeError as error:
         refuse(parallel.explain(error))

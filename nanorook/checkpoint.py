@@ -22,8 +22,8 @@ MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report.htm
 MADE += f"{STEP} latest .lock .unfinished .latest .model-* .metrics.jsonl .samples.jsonl".split()
 
 
-def lock(out, fresh=False):
-    """Holds OUT_DIR until this process ends, however it ends; with `fresh` an earlier run in it is deleted."""
+def lock(out):
+    """Holds OUT_DIR until this process ends, however it ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = open(out / ".lock", "w")
@@ -32,8 +32,6 @@ def lock(out, fresh=False):
         refuse(f"OUT_DIR={out} is in use by another run; wait for its end, or name another folder.")
     except OSError as error:
         refuse(f"OUT_DIR={out} cannot be written to ({error.strerror}); name another folder.")
-    if fresh:
-        clear(out)
     return handle
 
 
@@ -71,7 +69,7 @@ def save(out, model, trainer):
         shutil.rmtree(unfinished, ignore_errors=True)
         reason = str(error).splitlines()[0]
         refuse(f"{folder} could not be written ({reason}); the checkpoint before it is whole.")
-    for old in folders(out)[2:]:
+    for old in [old for old in folders(out) if old <= folder][2:]:  # later ones are damaged, and are written again
         if old.name != f"step-{trainer['best'][1]:06d}":
             shutil.rmtree(old)
 

@@ -29,13 +29,13 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
-        ("red", m["hit_limit"] > 0.8, "most completions are cut off at their limit: raise MAX_NEW_TOKENS"),
+        ("red", m["hit_limit"] > 0.8, "most completions are cut off: raise the limit of new tokens"),
         ("red", structure < 0.2, "completions are malformed: lower LR, and look at the samples"),
         ("red", m["reward_max"] < 0, "every reward is negative: nothing can be learnt from this batch"),
         ("yellow", alike, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
-        ("yellow", m["hit_limit"] > 0.2, "many completions hit their limit: raise MAX_NEW_TOKENS"),
+        ("yellow", m["hit_limit"] > 0.2, "many completions are cut off: raise the limit of new tokens"),
         ("yellow", structure < 0.8, "many completions are malformed: the reward will teach form first"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
         ("yellow", falling, "the reward falls: lower LR or raise KL_COEF"),
@@ -112,7 +112,7 @@ def show(samples):
 def table(columns):
     """{title: skill} side by side, one row for each name."""
     lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in columns)]
-    for name in next(iter(columns.values())):
+    for name in dict.fromkeys(name for skill in columns.values() for name in skill):
         cells = ["{:.3f} ± {:.3f}".format(*skill[name]) if name in skill else "" for skill in columns.values()]
         lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)

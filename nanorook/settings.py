@@ -29,10 +29,13 @@ def read_user():
 def load_task(file):
     """The module of a task file; its DEFAULTS replace those of the settings that follow."""
     path = Path(file).resolve()
+    if not path.is_file():
+        refuse(f"TASK={file}: there is no such file.")
+    other = importlib.util.find_spec(path.stem)
+    if other and other.origin and Path(other.origin).resolve() != path:
+        refuse(f"TASK={file}: another Python module is called {path.stem}; rename the file.")
     module = sys.modules.get(path.stem)
-    if not module or Path(module.__file__ or "").resolve() != path:
-        if not path.is_file():
-            refuse(f"TASK={file}: there is no such file.")
+    if not module:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -41,9 +44,9 @@ def load_task(file):
 
 
 def setting(name, default, meaning, one_of=None, low=-math.inf, high=math.inf):
-    default = GIVEN["defaults"].get(name, default)
+    kind, default = type(default), GIVEN["defaults"].get(name, default)
     text = GIVEN["arguments"].get(name, GIVEN["environment"].get(name))
-    value = default if text is None else parse(name, text, type(default))
+    value = default if text is None else parse(name, text, kind)
     if one_of is not None and value not in one_of:
         refuse(f"{name}={value} is not one of {', '.join(one_of)}.")
     if not isinstance(value, str) and not (low <= value <= high and math.isfinite(value)):
@@ -76,6 +79,9 @@ def finish():
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)
             hint = f"did you mean {near[0]}?" if near else "--help lists the settings."
             refuse(f"{argument} is not a setting in the form NAME=value; {hint}")
+    for name in GIVEN["defaults"]:
+        if name not in SETTINGS:
+            refuse(f"the task's DEFAULTS name {name}, which is not a setting.")
     for name in GIVEN["environment"]:
         near = difflib.get_close_matches(name, SETTINGS, 1, 0.85)
         if near and name not in SETTINGS:

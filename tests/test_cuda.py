@@ -185,16 +185,16 @@ def test_a_reference_in_the_hosts_memory(gpu, toy_settings, monkeypatch):
     batches = [batch for batch, _ in train.rollout(model, toy.questions(), 0)]
     reference = train.make_reference(model, "cuda", torch.bfloat16)
     assert reference.wte.weight.device.type == "cpu" and model.wte.weight.is_cuda
-    metrics = train.update(model, reference, train.make_optimizer(model), batches, 0.1, first=True)
+    metrics = train.update(model, reference, train.make_optimizer(model), batches, 0.1)
     assert metrics["kl"] < 1e-3 and not metrics["skipped"] and compiled == {"cpu", "cuda:0"}
 
 
 def test_the_bound_of_the_first_kl_is_that_of_the_precision():
     """Seen with GPT-2's kernels on two devices in bf16: 4e-5."""
-    stats = {"gap": torch.tensor(0.0), "kl": torch.tensor(4e-3), "tokens": torch.tensor(100.0)}
-    train.check_start(stats, torch.bfloat16)
+    metrics = {"logprob_gap": 0.0, "kl": 4e-5}
+    train.check_start(metrics, torch.bfloat16)
     with pytest.raises(SystemExit, match="not the start model"):
-        train.check_start(stats, torch.float32)
+        train.check_start(metrics, torch.float32)
 
 
 @pytest.mark.parametrize("name, expected", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])

@@ -36,8 +36,9 @@ def loss_and_gradient(f, logprobs):
     return value.detach(), torch.autograd.grad(value, logprobs)[0]
 
 
-def settings(loss, low=0.2, high=0.3):
-    return dict(loss=loss, clip_low=low, clip_high=high, max_completion_tokens=LIMIT)
+def settings(loss, mask, low=0.2, high=0.3):
+    normalizer = grpo.loss_normalizer(mask, loss, LIMIT).clamp(min=1)
+    return dict(loss=loss, clip_low=low, clip_high=high, normalizer=normalizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def test_loss_and_gradient_equal_trl(trl, loss, extras):
         advantages = advantages[:, None] * torch.linspace(-1, 1, T, dtype=torch.float64)
 
     def ours(x):
-        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, low, high), weights=weights)
+        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask, low, high), weights=weights)
         total = grpo.loss_normalizer(mask, loss, LIMIT)
         return value + beta * grpo.aggregate(grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
@@ -171,7 +172,7 @@ def test_no_log_ratio_overflows(loss, sign, log_ratio):
     old, mask = torch.full((2, 3), -1.0 - log_ratio), torch.ones(2, 3)
 
     def value(logprobs):
-        policy = grpo.policy_loss(logprobs, old, sign * torch.ones(2), mask, **settings(loss))[0]
+        policy = grpo.policy_loss(logprobs, old, sign * torch.ones(2), mask, **settings(loss, mask))[0]
         return policy + sum(grpo.kl(logprobs, old.clamp(-1e4, 1e4), mask, k).sum() for k in grpo.KL_ESTIMATORS)
 
     assert all(x.isfinite().all() for x in loss_and_gradient(value, torch.full((2, 3), -1.0)))
@@ -183,7 +184,7 @@ def test_what_the_mask_hides_never_counts(loss):
 
     def run(x, o, r, w):
         def f(x):
-            value, _ = grpo.policy_loss(x, o, advantages, mask, **settings(loss), weights=w)
+            value, _ = grpo.policy_loss(x, o, advantages, mask, **settings(loss, mask), weights=w)
             return value + sum(grpo.aggregate(grpo.kl(x, r, mask, k), mask, loss, 7) for k in grpo.KL_ESTIMATORS)
 
         return loss_and_gradient(f, x)
@@ -202,7 +203,7 @@ def test_stats_by_hand():
     expected = dict(tokens=6, ratio_min=0.5, ratio_max=2, clip_low=1, clip_high=1)
     gspo = dict(ratio_min=1, ratio_max=1, clip_low=0, clip_high=0)  # 0.5 · 1 · 2: both rows have ratio 1
     for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2), "gspo": gspo}.items():
-        stats = grpo.policy_loss(*args, **settings(loss))[1]
+        stats = grpo.policy_loss(*args, **settings(loss, mask))[1]
         assert {k: v.item() for k, v in stats.items()} == pytest.approx(expected | changed)
 
 
@@ -270,7 +271,7 @@ def test_a_policy_that_is_the_reference_has_kl_zero_and_ratio_one(dtype):
     model = tiny().use(dtype)
     reference, batch = train.make_reference(model, "cpu", dtype), batch_of(model, dtype)
     parts = [batch._replace(ref_logprobs=None)]
-    _, stats = train.accumulate(model.train(), reference, parts, batch.completion_mask.sum(), 0.1, T)
+    _, stats = train.accumulate(model.train(), reference, parts, batch.completion_mask.sum(), 0.1)
     tokens, bound = batch.completion_mask.sum(), 1e-5 if dtype == torch.float32 else 1e-3
     assert 0 <= stats["kl"] / tokens < bound and stats["gap"] / tokens < (1e-4 if dtype == torch.float32 else 0.05)
     assert abs(stats["ratio_min"] - 1) < 1e-5 and abs(stats["ratio_max"] - 1) < 1e-5

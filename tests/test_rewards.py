@@ -143,9 +143,9 @@ def advantages(toy_settings, kind, credit):
 @pytest.mark.parametrize("credit", ["piece", "answer"])
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in WEIGHTS for name in WEIGHTS[kind]])
 def test_a_changed_weight_changes_the_advantages(toy_settings, monkeypatch, kind, name, credit):
-    before, weight = advantages(toy_settings, kind, credit), WEIGHTS[kind][name]
-    assert weight > 0 and math.fsum(WEIGHTS[kind].values()) == pytest.approx(1, abs=1e-12)
-    monkeypatch.setitem(WEIGHTS[kind], name, 2 * weight)
+    before, weights = advantages(toy_settings, kind, credit), getattr(rewards, f"{kind.upper()}_WEIGHTS")
+    assert weights[name] > 0 and math.fsum(weights.values()) == pytest.approx(1, abs=1e-12)
+    monkeypatch.setitem(weights, name, 2 * weights[name])
     assert (advantages(toy_settings, kind, credit) - before).abs().max() > 1e-3
 
 

@@ -28,7 +28,7 @@ MOVES = (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5))
 ANSWER = "M: f1b5 d2d4 f1c4 b1c3 c2c3 E: 0.6 0.4 0.3 0.2 0.05 B: f1b5"
 pytestmark = pytest.mark.usefixtures("toy_settings")
 QUESTION = rewards.policy_question(Position(FEN, (), MOVES), "rookworld")
-DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28, max_completion_tokens=144)
+DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28)
 
 
 def sampled(policy, count=4):
@@ -47,9 +47,9 @@ def test_gradient_explosion():
     def gradient(**clip):
         logprobs, _ = train.forward(policy, batch)
         far = logprobs.detach() - math.log(99990)  # the weights that sampled gave these tokens next to nothing
-        advantages = torch.full(batch.tokens.shape, 0.8)
+        advantages, mask = torch.full(batch.tokens.shape, 0.8), batch.completion_mask
         policy.zero_grad()
-        grpo.policy_loss(logprobs, far, advantages, batch.completion_mask, **{**DEFAULT, **clip})[0].backward()
+        grpo.policy_loss(logprobs, far, advantages, mask, **DEFAULT | clip, normalizer=mask.sum())[0].backward()
         return torch.stack([p.grad.norm() for p in policy.parameters()]).norm().item()
 
     assert gradient(clip_high=1e9) > 1e4
@@ -226,7 +226,8 @@ def test_end_token_is_trained():
 
     def gradient_at_ends(mask):
         logprobs = train.forward(policy, batch)[0].detach().requires_grad_(True)
-        grpo.policy_loss(logprobs, logprobs.detach(), torch.ones(len(mask)), mask, **DEFAULT)[0].backward()
+        ones, normalizer = torch.ones(len(mask)), mask.sum()
+        grpo.policy_loss(logprobs, logprobs.detach(), ones, mask, **DEFAULT, normalizer=normalizer)[0].backward()
         return logprobs.grad[ends]
 
     assert (gradient_at_ends(batch.tokens != 256) == 0).all()  # the incident
@@ -238,7 +239,7 @@ def test_truncated_outputs(toy_run, monkeypatch):
     monkeypatch.setattr(toy, "LIMITS", {"short": 1, "long": 1})
     row = toy_run(STEPS=1)[0]
     assert row["hit_limit"] > 0.8 and row["length"] == 1
-    assert "cut off at their limit: raise MAX_NEW_TOKENS" in row["advice"]  # not called malformed text
+    assert "cut off: raise the limit of new tokens" in row["advice"]  # not called malformed text
 
 
 WAYS = [dict(LOSS=loss, CREDIT=credit) for loss in grpo.LOSSES for credit in ("piece", "answer")]

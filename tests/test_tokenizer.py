@@ -107,9 +107,7 @@ def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, reason):
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
     BAD[reason](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(
-        SystemExit, match=f"{tmp_path}: expected a byte-level BPE as GPT-2's, with .*; .*{reason}"
-    ):
+    with pytest.raises(SystemExit, match=f"{tmp_path}: expected a byte-level BPE as GPT-2's, with .*; .*{reason}"):
         Tokenizer.load(tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_only_processes_that_were_asked_for_have_to_share_the_prompts(toy_run, m
     assert toy_run(BATCH_POSITIONS=3, STEPS=1)[0]["tokens"] > 0
     monkeypatch.setattr(parallel, "world", lambda: 2)
     monkeypatch.setattr(parallel, "start", lambda device, processes: device)
-    with pytest.raises(SystemExit, match="BATCH_POSITIONS=3 cannot be divided among 2 processes; set NPROC=1"):
+    with pytest.raises(SystemExit, match="BATCH_POSITIONS=3 cannot be divided among 2 processes; use a multiple of 2"):
         toy_run("two", BATCH_POSITIONS=3)
 
 
