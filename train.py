@@ -295,9 +295,9 @@ def check_start(metrics, dtype):
 
 def evaluate(model, questions, file, step):
     """{"policy legal T=0": (mean, half-width of its 95 % interval), ...}, greedy and as sampled in training, by all
-    processes together; `file` gets the first sampled answers of each kind."""
+    processes together; `file` gets the first sampled answers of each kind. SEED decides what is drawn."""
     figures, model, lead = {}, model.cast(model.dtype), parallel.rank() == 0
-    noise = torch.rand(len(questions), 1, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(len(questions), 1, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(SEED))
     mine = range(parallel.rank(), len(questions), parallel.world())
     chunks = [list(mine[i : i + EVAL_ROWS]) for i in range(0, len(mine), EVAL_ROWS)]
     bar = tqdm(total=2 * len(chunks), desc="evaluation", leave=False, disable=None if lead else True)

@@ -6,7 +6,8 @@
 Each run is train.py in OUT/seed-N, each control (CONTROL=1: all advantages are zero) in OUT/control-N. OUT/seeds.json
 has their figures, and what is in it is not run again; OUT/seeds.png shows those of --curves. A control of the default
 settings does not move, so one is enough; settings with a gradient of their own need as many as there are seeds.
-An interval is that of the mean over the seeds. They share their held-out questions, EVAL_POSITIONS in number.
+An interval is that of the mean over the seeds, each of which draws its own training questions and answers, also those
+of the evaluation. They share their held-out questions, EVAL_POSITIONS in number.
 """
 
 import argparse

@@ -11,6 +11,7 @@ import signal
 import pytest
 import torch
 
+import rewards
 import toy
 import train
 from model import GPT, GPTConfig
@@ -66,14 +67,20 @@ def model(hf_folder):
 
 
 @pytest.fixture(scope="session")
-def bpe_folder(tmp_path_factory):
+def chess_lines():
+    """Lines in RookWorld's padded format, with evaluations and mates."""
+    prompt, completion, some = rewards.policy_prompt, rewards.policy_completion, positions.load("builtin")[:500]
+    return [prompt(p.fen, "rookworld") + completion(p.fen, p.moves, "rookworld") for p in some]
+
+
+@pytest.fixture(scope="session")
+def bpe_folder(chess_lines, tmp_path_factory):
     """The tokenizer files of a small byte-level BPE, in the place of GPT-2's."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import GPT2Tokenizer
 
-    folder, texts = tmp_path_factory.mktemp("bpe"), map(positions.write_position, positions.load("builtin")[:300])
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    folder, bpe = tmp_path_factory.mktemp("bpe"), ByteLevelBPETokenizer()
+    bpe.train_from_iterator(chess_lines[:300], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
     bpe.save_model(str(folder))
     GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
     return folder

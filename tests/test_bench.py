@@ -19,12 +19,6 @@ SMALL = {"config": GPTConfig(257, 160, 32, 2, 2, eos_token_id=256), "prompts": 2
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return GPT(CONFIG)
-
-
-@pytest.fixture(scope="module")
 def asked():
     return bench.questions()
 
@@ -41,7 +35,6 @@ def small(monkeypatch, asked):
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
     bench.main()
-    torch.set_flush_denormal(False)
 
 
 def counted(function):
@@ -51,8 +44,6 @@ def counted(function):
 
 
 # The limit
-
-
 def flops_and_bytes(monkeypatch, lengths, **changes):
     """What the limit counts, read off a machine whose products, or whose copies, take no time."""
     w = bench.Workload("", CONFIG, len(lengths), **({"group": 4, "new": 16} | changes))
@@ -64,9 +55,9 @@ def flops_and_bytes(monkeypatch, lengths, **changes):
     return found
 
 
-def test_the_work_that_is_counted_is_done_and_little_else(model, monkeypatch):
+def test_the_work_that_is_counted_is_done_and_little_else(monkeypatch):
     """PyTorch's own counter sees attention and padding beside it."""
-    lengths = [20, 24, 31]
+    model, lengths = GPT(CONFIG), [20, 24, 31]
     flops, _ = flops_and_bytes(monkeypatch, lengths, kl=0.01)
     prompts, completions = [[1] * n for n in lengths], torch.zeros(12, 16).long()
     tensors = pad_prompts(prompts, "cpu")
@@ -77,8 +68,8 @@ def test_the_work_that_is_counted_is_done_and_little_else(model, monkeypatch):
     assert flops_and_bytes(monkeypatch, lengths, kl=0.0)[0]["update"] == 0.75 * flops["update"]
 
 
-def test_bytes_are_those_of_weights_caches_and_optimizer(model, monkeypatch):
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name != "wpe.weight")
+def test_bytes_are_those_of_weights_caches_and_optimizer(monkeypatch):
+    matrices = sum(p.numel() for name, p in GPT(CONFIG).named_parameters() if p.ndim == 2 and name != "wpe.weight")
 
     def read(**changes):
         return flops_and_bytes(monkeypatch, [11], **changes)[1]["rollout"]
@@ -92,8 +83,6 @@ def test_bytes_are_those_of_weights_caches_and_optimizer(model, monkeypatch):
 
 
 # A run
-
-
 def test_a_small_run_reports_what_it_promises(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "TRL", bench.TRL[1:2])
     run(monkeypatch, "W1", "W4", "--runs", 2, "--json", tmp_path / "out.json")

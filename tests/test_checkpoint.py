@@ -25,14 +25,9 @@ from nanorook import checkpoint, monitor
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def small():
-    return toy.model()
-
-
-def save(out, model, *steps):
+def save(out, *steps):
     for step in steps:
-        checkpoint.save(out, model, {"step": step, "best": (0.5, 1)})
+        checkpoint.save(out, toy.model(), {"step": step, "best": (0.5, 1)})
 
 
 def load(out):
@@ -43,8 +38,8 @@ def load(out):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "sums.json"])
-def test_damage_is_named_and_the_one_before_is_taken(small, tmp_path, file):
-    save(tmp_path, small, 1, 2)
+def test_damage_is_named_and_the_one_before_is_taken(tmp_path, file):
+    save(tmp_path, 1, 2)
     damaged = tmp_path / "step-000002" / file
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
@@ -62,21 +57,21 @@ WRITERS = zip((os, torch, GPT), ("rename", "save", "save"), FULL)  # each with t
 
 
 @pytest.mark.parametrize("owner, name, error", WRITERS)
-def test_a_full_disk_leaves_the_one_before_whole(small, tmp_path, monkeypatch, owner, name, error):
+def test_a_full_disk_leaves_the_one_before_whole(tmp_path, monkeypatch, owner, name, error):
     (tmp_path / ".unfinished/step-000001").mkdir(parents=True)  # left by a process that was killed
     (tmp_path / ".unfinished/step-000001/sums.json").write_text("{}")
-    save(tmp_path, small, 1)
+    save(tmp_path, 1)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="step-000002 could not be written"):
         patch.setattr(owner, name, Mock(side_effect=error))
-        save(tmp_path, small, 2)
+        save(tmp_path, 2)
     assert load(tmp_path)[0] == "step-000001" and not (tmp_path / ".unfinished").exists()
 
 
-def test_everything_is_flushed_before_it_gets_its_name(small, tmp_path, monkeypatch):
+def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
     events, rename = [], os.rename
     monkeypatch.setattr(checkpoint, "flush", lambda path: events.append(path.name))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(b), rename(a, b)))
-    save(tmp_path, small, 1)
+    save(tmp_path, 1)
     files = {file.name for file in (tmp_path / "step-000001").iterdir()}
     named = events.index(tmp_path / "step-000001")
     assert files | {"step-000001"} <= {*events[:named]} and tmp_path.name in events[named:]
@@ -90,8 +85,16 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     checkpoint.lock(tmp_path).close()
 
 
-def test_fresh_deletes_what_a_run_has_made_and_nothing_else(small, tmp_path):
-    save(tmp_path, small, 1)
+def test_what_was_just_written_is_kept_beside_damaged_ones_that_are_newer(tmp_path):
+    save(tmp_path, 20, 40, 60)
+    for step in (40, 60):
+        (tmp_path / f"step-0000{step}/trainer.pt").write_bytes(b"")
+    save(tmp_path, 30)
+    assert load(tmp_path)[1]["step"] == 30
+
+
+def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
     (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
     for name in ("metrics.jsonl", "thesis.tex"):
         (tmp_path / name).write_text("{}")
@@ -132,17 +135,11 @@ MOMENTS += [(checkpoint, "flush", n) for n in (1, 3, 9, 12)] + [(os, "rename", n
 MOMENTS += [(os, "symlink", 2), (os, "replace", 2)]
 
 
-def all_of(out):
-    """All that a run leaves and that does not tell the time."""
-    files = ["samples.jsonl", "skill.json", "model/model.safetensors"]
-    return toy.rows(out), [(out / file).read_bytes() for file in files]
-
-
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory, toy_model):
     out = tmp_path_factory.mktemp("whole")
     toy.run(out, MODEL=toy_model, **RUN)
-    return all_of(out)
+    return toy.left_by(out)
 
 
 @pytest.mark.parametrize("owner, name, nth", MOMENTS)
@@ -163,7 +160,7 @@ def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, mo
     latest = tmp_path / "out" / "latest"
     assert not latest.is_symlink() or GPT.load(latest)  # `latest` never names half a checkpoint
     toy_run(**RUN)
-    assert all_of(tmp_path / "out") == never_killed
+    assert toy.left_by(tmp_path / "out") == never_killed
 
 
 def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
@@ -189,7 +186,7 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
         assert f"stopped after step {stops.pop(0)}; the same command goes on" in capsys.readouterr().out
         gc.collect()
     toy_run(**run)
-    assert all_of(tmp_path / "out") == all_of(tmp_path / "whole")
+    assert toy.left_by(tmp_path / "out") == toy.left_by(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -206,4 +203,4 @@ def test_killed_by_the_system(tmp_path, toy_model):
             break
     for out in ["whole"] + ["killed"] * (process.returncode != 0):
         subprocess.run([*command, f"OUT_DIR={tmp_path}/{out}"], cwd=ROOT, check=True)
-    assert all_of(tmp_path / "killed") == all_of(tmp_path / "whole")
+    assert toy.left_by(tmp_path / "killed") == toy.left_by(tmp_path / "whole")

@@ -37,10 +37,7 @@ def same(a, b):
     torch.testing.assert_close(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5, rtol=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rollouts
-
-
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "top_k": 15, "top_p": 0.9}])
 def test_one_captured_graph_decodes_as_the_cpu_does(gpu, options):
     model = toy.model()
@@ -77,10 +74,7 @@ def test_what_a_capture_or_a_device_forbids_is_noticed(gpu, monkeypatch, change,
         sampled(toy.model())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # A whole run
-
-
 def test_a_run_with_checkpoint_resume_and_going_back(gpu, toy_run, monkeypatch, tmp_path):
     waits, update = [], train.update
 
@@ -100,13 +94,10 @@ def test_a_run_with_checkpoint_resume_and_going_back(gpu, toy_run, monkeypatch, 
     assert abs(rows[0]["kl"]) < 1e-5 and rows[1]["kl"] > 0 and not any(row["skipped"] for row in rows)
     toy_run(STEPS=4, KL_DIVERGENCE_THRESHOLD=1e-12, **settings)
     assert [row["step"] for row in toy.rows(tmp_path / "out")] == [1, 2, 3, 4]
-    assert max(waits[1:]) <= 6  # two for each epoch and two for the step, however many microbatches it has
+    assert 0 < max(waits[1:]) <= 6  # two for each epoch and two for the step, however many microbatches it has
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
 def batch_of(groups, G=2, T=9):
     """Random rows of which each group is a token longer than the one before."""
     mask = torch.arange(T) < (1 + torch.arange(groups) % T).repeat_interleave(G)[:, None]
@@ -172,10 +163,7 @@ def test_a_rollout_that_runs_out_of_memory_is_made_in_halves(toy_settings, monke
         rollout()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Devices, precision, compiling
-
-
 def test_a_reference_in_the_hosts_memory(gpu, toy_settings, monkeypatch):
     """It is compiled as the policy is. In bf16 two devices round differently, which is no reason to refuse."""
     compiled = set()

@@ -2,9 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,6 @@ from model import GPT
 from rollout import Batch
 from tools import doctor
 
-ROOT = Path(__file__).parent.parent
 CHECKS = ["weights", "computing", "questions", "long completions", "short completions", "rewards", "logprobs", "KL"]
 CHECKS += ["advantages", "gradient", "update", "learning"]
 
@@ -31,19 +27,12 @@ def examine(monkeypatch):
         usual = dict(task=task, BATCH_POSITIONS=8, GROUP_SIZE=4, COMPILE="0", LR=1e-3, DEVICE="cpu")
         for name, value in (usual | settings).items():
             monkeypatch.setattr(train, name, value)
-        policy, reference = policy or healthy(), reference or train.make_reference(healthy(), "cpu", torch.float32)
+        policy, reference = policy or toy.model(), reference or train.make_reference(toy.model(), "cpu", torch.float32)
         optimizer = torch.optim.AdamW(parameters or policy.parameters(), lr=train.LR, weight_decay=0)
         checks = doctor.examine(policy, reference, optimizer, questions or toy.questions(8))
         return {check.name: check for check in checks}
 
     return run
-
-
-def healthy(seed=0):
-    model = toy.model(seed)
-    with torch.no_grad():
-        model.h[0].attn.c_attn.bias.add_(0.01)  # a trained model has biases
-    return model
 
 
 def said(found, name, words):
@@ -54,7 +43,7 @@ def said(found, name, words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_healthy_batch_passes_every_check(examine, dtype):
-    found = examine(healthy().use(dtype), train.make_reference(healthy(), "cpu", dtype))
+    found = examine(toy.model().use(dtype), train.make_reference(toy.model(), "cpu", dtype))
     assert sorted(found) == sorted(CHECKS)
     if dtype == torch.float32:
         assert not any(check.sentence for check in found.values()), found
@@ -65,7 +54,7 @@ def test_weights_that_cannot_be_trained(examine):
     random = GPT(toy.model().config)
     random.tokenizer = toy.model().tokenizer
     said(examine(random), "weights", "never loaded or trained")
-    broken = healthy()
+    broken = toy.model()
     broken.wpe.weight.data[3, 2] = math.nan
     assert list(found := examine(broken)) == ["weights"] and "NaN" in found["weights"].sentence
 
@@ -126,17 +115,17 @@ def test_a_temperature_that_one_side_leaves_out(examine, monkeypatch):
 
 
 def test_another_reference_and_the_gradient_it_makes(examine):
-    found = examine(reference=train.make_reference(healthy(1), "cpu", torch.float32), KL_COEF=1e4)
+    found = examine(reference=train.make_reference(toy.model(1), "cpu", torch.float32), KL_COEF=1e4)
     said(found, "KL", "not the start model")
     assert "few tokens decide" in found["gradient"].sentence
 
 
 def test_learning_rates_and_signs(examine, monkeypatch):
     said(examine(LR=0.5), "learning", "lower LR=0.5")
-    policy = healthy()
+    policy = toy.model()
     said(examine(policy, policy.cast(torch.float32)), "update", "The reference moved with the policy")
     said(examine(LR=0.0), "update", "did not move")
-    said(examine(parameters=copy.deepcopy(healthy()).parameters()), "update", "whether the optimizer holds them")
+    said(examine(parameters=copy.deepcopy(toy.model()).parameters()), "update", "whether the optimizer holds them")
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *a, **k: (-(result := loss(*a, **k))[0], result[1]))
     said(examine(), "learning", "look for a wrong sign")
@@ -148,6 +137,5 @@ def test_the_command():
         (["BATCH_POSITIONS=4", "GROUP_SIZE=4", "DTYPE=float32"], 0, "all 12 checks are ok\n"),
         (["GROUP_SIZ=4"], 1, ""),
     ):
-        command = [sys.executable, "-m", "tools.doctor", *arguments]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        result = toy.user_runs("-m", "tools.doctor", *arguments)
         assert result.returncode == code and result.stdout.endswith(end), result.stdout + result.stderr

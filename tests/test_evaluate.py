@@ -3,9 +3,7 @@
 import json
 import random
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import chess
 import pytest
@@ -14,8 +12,8 @@ import rewards
 from nanorook import monitor, positions, stockfish
 from test_games import answer_by, answer_of, true_environment
 from tools import evaluate, games
+from toy import user_runs
 
-ROOT = Path(__file__).parent.parent
 POSITIONS = positions.load("builtin")[:6000]
 HELD_OUT = positions.split(POSITIONS)[1]
 LABELS = {position.fen: position.moves for position in POSITIONS}
@@ -29,10 +27,6 @@ def perfect_policy(fen):
         return rewards.policy_completion(fen, LABELS[fen], "expanded")
     board = chess.Board(fen)
     return answer_of((*evaluate.mating_moves(board), *(move.uci() for move in board.legal_moves))[0])
-
-
-def no_promotions(fen, move, history):
-    return true_environment(fen, move, history) if len(move) == 4 else "nonsense"
 
 
 @pytest.fixture
@@ -61,7 +55,10 @@ def test_a_perfect_player_is_perfect_in_every_row(measure):
 
 
 def test_what_a_model_cannot_do_is_seen_in_the_rows_of_that_alone(measure):
-    found = measure(lambda fen: perfect_policy(fen) if fen.split()[1] == "w" else answer_of("a1a1"), no_promotions)
+    found = measure(
+        lambda fen: perfect_policy(fen) if fen.split()[1] == "w" else answer_of("a1a1"),
+        lambda fen, move, history: true_environment(fen, move, history) if len(move) == 4 else "nonsense",
+    )
     boards = [chess.Board(position.fen) for position in HELD_OUT]
     checks = [board.turn for board in boards if board.is_check()]
     white = sum(board.turn for board in boards) / len(boards), sum(checks) / len(checks)
@@ -134,19 +131,8 @@ def test_figures_and_differences_are_those_computed_by_hand():
     mean, half = evaluate.difference(a, b)  # taken question by question
     assert (mean, half) == pytest.approx(monitor.interval([y - x for (x, _), (y, _) in zip(a, b)]))
     assert 0 < half < mean < evaluate.figure(a)[1] + evaluate.figure(b)[1]
-
-
-def test_intervals_of_differences_hold_what_they_say():
-    """Illegal moves in games of any length: the true difference is within the interval in 95 of 100 experiments."""
-    rng, held = random.Random(2), 0
-
-    def share(chance):
-        return [(sum(rng.random() < chance for _ in range(n)), n) for n in (rng.randrange(1, 40) for _ in range(60))]
-
-    for _ in range(300):
-        mean, half = evaluate.difference(share(0.1), share(0.2))
-        held += abs(mean - 0.1) <= half
-    assert 270 <= held <= 297
+    uneven = [(sum(rng.random() < 0.1 for _ in range(n)), n) for n in range(1, 60)]  # illegal moves in games
+    assert monitor.interval(evaluate.spread(uneven)) == pytest.approx(evaluate.figure(uneven))
 
 
 @pytest.fixture
@@ -184,13 +170,9 @@ def test_the_command_prints_one_model_beside_the_published_one(run):
     assert ["best move", "2", "0.0 ± 0.0 %", "0.0 ± 0.0 %", "16.6 %"] in rows
 
 
-def test_what_is_wrong_is_said_in_one_sentence(run, tmp_path, monkeypatch):
-    command = [sys.executable, "-m", "tools.evaluate", str(tmp_path / "nowhere")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_what_is_wrong_is_said_in_one_sentence(run, tmp_path):
+    result = user_runs("-m", "tools.evaluate", tmp_path / "nowhere")
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     for wrong in (["a", "b", "c"], ["a", "--positions", 0]):
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(SystemExit, match="^2$"):
             run(*wrong)
-    monkeypatch.setenv("STOCKFISH_PATH", "/nowhere/stockfish")
-    with pytest.raises(SystemExit, match="STOCKFISH_PATH is /nowhere/stockfish, which is no program"):
-        run("one", "--data", "some.txt")

@@ -23,10 +23,7 @@ def refused(function, *arguments):
     return str(error.value).removeprefix("error: ")
 
 
-# -----------------------------------------------------------------------------
 # config.json
-
-
 def write_config(folder, **entries):
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **SIZES, **entries}))
 
@@ -59,10 +56,7 @@ def test_a_config_that_is_not_a_json_object_is_refused(tmp_path, content):
     assert "config.json" in refused(read_config, tmp_path, GPTConfig)
 
 
-# -----------------------------------------------------------------------------
 # Weights
-
-
 def as_safetensors(folder, weights=WEIGHTS):
     save_file(weights, folder / "model.safetensors")
 
@@ -128,10 +122,7 @@ def test_bad_weights_are_refused_and_run_no_code(tmp_path, monkeypatch, name):
     assert not (tmp_path / "executed").exists()
 
 
-# -----------------------------------------------------------------------------
 # The hub
-
-
 @pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c"])
 def test_nothing_is_downloaded_unless_a_hub_id_is_given(monkeypatch, source):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("reached for the hub"))

@@ -112,14 +112,8 @@ def test_the_closed_loop_shows_the_environment_the_last_ten_moves(play):
 
 
 def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
-    mated, early, late = (
-        Position(fen, (), ())
-        for fen in (
-            "rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3",
-            "4k3/8/8/8/8/8/8/R3K3 w - - 0 4",
-            "4k3/8/8/8/8/8/8/R3K3 w - - 0 10",
-        )
-    )
+    mated = Position("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3", (), ())
+    early, late = (Position(f"4k3/8/8/8/8/8/8/R3K3 w - - 0 {number}", (), ()) for number in (4, 10))
     assert games.openings([late, mated, early], 5) == [early, late] and games.openings([late, early], 1) == [early]
 
 
@@ -181,17 +175,13 @@ def test_the_score_against_an_engine_is_that_of_the_games_written(engine, comman
 
 
 def test_what_is_wrong_is_said_in_one_sentence(command, monkeypatch, tmp_path):
-    arguments = "mine", "--games", 2, "--opponent", "stockfish"
     for wrong in (["--games", 0], ["--skill", 21], ["--nodes", 0], ["--opponent", "me"], ["--pgn", "nowhere/a.pgn"]):
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(SystemExit, match="^2$"):
             command("mine", *wrong)
-    monkeypatch.setenv("STOCKFISH_PATH", "/nowhere/stockfish")
-    with pytest.raises(SystemExit, match="STOCKFISH_PATH is /nowhere/stockfish, which is no program"):
-        command(*arguments)
     monkeypatch.setenv("STOCKFISH_PATH", "./engine")
     answer_by(monkeypatch)
     with pytest.raises(stockfish.EngineError, match="played a1a1 in .*, which is illegal"):
-        command(*arguments, move="'a1a1'")
+        command("mine", "--games", 2, "--opponent", "stockfish", move="'a1a1'")
     (tmp_path / "over.fen").write_text("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1\n" * 3)
     with pytest.raises(SystemExit, match="over.fen has no held-out position"):
         command("mine", "--data", "over.fen")

@@ -12,7 +12,6 @@ from torch.distributions import Categorical, kl_divergence
 import grpo
 import toy
 import train
-from model import GPT, GPTConfig
 from rollout import Batch, generate
 
 N, T, GROUP, LIMIT = 8, 12, 4, 20
@@ -41,10 +40,7 @@ def settings(loss, mask, low=0.2, high=0.3):
     return dict(loss=loss, clip_low=low, clip_high=high, normalizer=normalizer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariant 6: against TRL
-
-
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory):
     """A true GRPOTrainer around a toy model; the tests replace only what it would sample or compute with the model."""
@@ -119,10 +115,7 @@ def test_advantages_equal_trl(trl, scale):
     assert ours[:GROUP].abs().max() > 0.1 and grpo.constant(rewards.view(-1, GROUP)).float().mean() == 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Advantages and credit
-
-
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_groups_without_variance_give_exactly_zero(scale):
     rewards = torch.tensor([0.1] * 7 + [0.7] * 7 + [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])[:, None]
@@ -160,10 +153,7 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The policy loss
-
-
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [-1e30, -90.0, 90.0, 1e30])
@@ -214,24 +204,12 @@ def test_importance_weights():
     assert not weights.requires_grad
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A step: microbatches change nothing, and it starts at KL 0 and ratio 1 (invariant 4)
-
-
-def tiny():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(257, 64, 32, 2, 2, eos_token_id=256))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4)
-    return model
-
-
-def batch_of(model, dtype=torch.float32, B=5):
+# A step: microbatches change nothing
+def batch_of(model, B):
     prompts = [list(range(3, 5 + 3 * b)) for b in range(B)]
     noise = torch.rand(B * GROUP, T, generator=torch.Generator().manual_seed(0))
-    batch = generate(model.cast(dtype), prompts, GROUP, T, noise=noise)
-    lengths = torch.arange(B * GROUP) * 7 % T + 1  # random weights hardly ever end by themselves
+    batch = generate(model.cast(torch.float32), prompts, GROUP, T, noise=noise)
+    lengths = torch.arange(B * GROUP) * 7 % T + 1
     mask = torch.arange(T) < lengths[:, None]
     rewards = torch.rand(B * GROUP, 1, generator=torch.Generator().manual_seed(0))
     advantages = grpo.advantages(rewards, GROUP).expand(-1, T) * torch.linspace(0.5, 1, T)
@@ -242,9 +220,10 @@ def batch_of(model, dtype=torch.float32, B=5):
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypatch):
     """Two epochs, so the logprobs of the first one's weights and of the reference are cut, too."""
-    start, results, rows, forward = tiny(), [], [], train.forward
+    start, results, rows, forward = toy.model(), [], [], train.forward
+    start.config.eos_token_id = -1  # nothing ends early
     reference = copy.deepcopy(start).cast(torch.float32)
-    batches = [batch_of(start, B=3), batch_of(start, B=1)]
+    batches = [batch_of(start, 3), batch_of(start, 1)]
 
     def counted(model, part):
         rows.append(len(part.tokens))
@@ -266,21 +245,7 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_policy_that_is_the_reference_has_kl_zero_and_ratio_one(dtype):
-    model = tiny().use(dtype)
-    reference, batch = train.make_reference(model, "cpu", dtype), batch_of(model, dtype)
-    parts = [batch._replace(ref_logprobs=None)]
-    _, stats = train.accumulate(model.train(), reference, parts, batch.completion_mask.sum(), 0.1)
-    tokens, bound = batch.completion_mask.sum(), 1e-5 if dtype == torch.float32 else 1e-3
-    assert 0 <= stats["kl"] / tokens < bound and stats["gap"] / tokens < (1e-4 if dtype == torch.float32 else 0.05)
-    assert abs(stats["ratio_min"] - 1) < 1e-5 and abs(stats["ratio_max"] - 1) < 1e-5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # KL
-
-
 def test_kl_estimators_and_their_gradients_are_as_documented():
     """Exactly averaged over the sampled token, of a distribution with six."""
     logits, ref_logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -306,10 +271,7 @@ def test_kl_estimators_and_their_gradients_are_as_documented():
     assert reverse > 0.3 and (gradient(reverse) - gradient(forward)).abs().max() > 0.1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Logprobs, entropy, schedules
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_and_entropy_equal_torch_distributions(temperature, dtype):

@@ -21,7 +21,7 @@ def test_explosion():
     assert sound["grad_norm"] > 100 and sound["kl"] < 0.01 and sound["structure"] == 1
 
 
-def test_collapse():
+def test_old_bugs_fail_in_their_first_step_and_defaults_do_not():
     capped, _ = first_step("collapse", "hard cap", KL_COEF=0.0)
     assert (capped["frac_zero_std"], capped["grad_norm"]) == (1, 0) and capped["reward"] == pytest.approx(0.05)
     by_piece, _ = first_step("collapse", "hard cap, CREDIT=piece", KL_COEF=0.0)
@@ -29,14 +29,10 @@ def test_collapse():
     scaled, _ = first_step("collapse", "default penalty", KL_COEF=0.0)
     assert scaled["hit_limit"] == 1 and scaled["frac_zero_std"] == 0 and scaled["grad_norm"] > 0
 
-
-def test_dropout_is_refused():
     dropped, words = first_step("dropout", "dropout 0.1")
     assert dropped["kl"] > 1e-3 and dropped["logprob_gap"] > 0.01
     assert "sampling and training disagree" in words[0]
 
-
-def test_random_weights_are_refused():
     random, words = first_step("random", "never loaded")
     assert (random["frac_zero_std"], random["structure"]) == (1, 0) and random["reward"] == pytest.approx(-0.3)
     assert len(words) == 1 and words[0].startswith("only 0% of the first completions")

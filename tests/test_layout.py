@@ -13,8 +13,6 @@ FOLDERS = ("nanorook", "tools", "examples", "experiments")
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
 TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
-each_file = pytest.mark.parametrize("file", TEXTS)
-
 
 def allowed(file):
     """What of this repository a file may import."""
@@ -32,23 +30,16 @@ def test_the_five_are_all_that_is_at_the_root():
     assert {file.stem for file in ROOT.glob("*.py")} == FIVE
 
 
-@each_file
-def test_imports_go_one_way(file):
-    """What train.py imports of the tools, at its end, is in a function."""
-    found = set()
-    for node in ast.walk(ast.parse(TEXTS[file])):
+@pytest.mark.parametrize("file", TEXTS)
+def test_each_file_keeps_to_the_rules(file):
+    """Imports go one way (what train.py imports of the tools, at its end, is in a function), environment and arguments
+    are read in functions alone, and no operator of torch is private."""
+    found, text = set(), TEXTS[file]
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (file, node.module, node.col_offset) != ("train.py", "tools", 4):
             found.add(node.module)
     assert OWN & {name.split(".")[0] for name in found} <= allowed(file)
-
-
-@each_file
-def test_the_environment_and_the_arguments_are_read_in_functions_alone(file):
-    assert not re.search(r"^\S.*(os\.environ|os\.getenv|sys\.argv)", TEXTS[file], re.MULTILINE)
-
-
-@each_file
-def test_no_private_operators_of_torch(file):
-    assert not re.search(r"torch\.(ops|_C)\b", TEXTS[file])
+    assert not re.search(r"^\S.*(os\.environ|os\.getenv|sys\.argv|settings\.read_user)", text, re.MULTILINE)
+    assert not re.search(r"torch\.(ops|_C)\b", text)

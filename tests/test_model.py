@@ -25,10 +25,7 @@ def folder(hf_folder, tmp_path):
     return shutil.copytree(hf_folder, tmp_path / "m")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariant 1: a Hugging Face folder in and out
-
-
 def test_logits_equal_transformers(hf_model, model):
     """In training too: a folder whose config.json asks for dropout gets none."""
     assert hf_model.config.resid_pdrop == 0.1
@@ -113,10 +110,7 @@ def test_a_wrong_folder_is_refused_in_one_sentence(folder, name):
     assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariant 5: a prompt that is shared
-
-
 @pytest.mark.parametrize("sizes", [(1, 7, 20), (5,)])
 @pytest.mark.parametrize("G", [1, 4])
 def test_shared_prompts_equal_concatenated_ones(model, sizes, G):
@@ -146,10 +140,7 @@ def test_shared_prompts_equal_concatenated_ones(model, sizes, G):
         torch.testing.assert_close(a, b, atol=1e-5 * b.abs().max().item(), rtol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Precision
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_twin_computes_what_the_model_does_and_has_no_gradients(model, dtype):
     prompts, lengths = pad_prompts([[1, 2, 3], [4] * 9], "cpu")

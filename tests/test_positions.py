@@ -46,10 +46,7 @@ def builtin():
     return P.load("builtin")
 
 
-# -----------------------------------------------------------------------------
 # Boards: dots, mirror, held out
-
-
 def test_expanded_boards_have_a_character_for_each_square_and_contract_again(positions):
     for fen in (p.fen for p in positions):
         board, rest = P.expand_board(fen).split(" ", 1)
@@ -104,20 +101,14 @@ def test_builtin(builtin):
         assert [cp for _, cp in position.moves] == sorted((cp for _, cp in position.moves), reverse=True)
 
 
-# -----------------------------------------------------------------------------
 # Moves to ask about
-
-
 def test_the_move_that_mates_is_asked_about_often_and_where_none_is_legal_an_illegal_one():
     rng, board = random.Random(5), chess.Board(MATE_IN_ONE)
     assert 120 < sum(P.environment_move(board, rng, 1 / 4, "a1a8") == "a1a8" for _ in range(200)) < 190
     assert P.environment_move(chess.Board("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1"), random.Random(6), 0)
 
 
-# -----------------------------------------------------------------------------
 # Formats
-
-
 def save(path, lines):
     text = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
@@ -237,9 +228,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence():
     assert "\n" not in str(error.value)
 
 
-# -----------------------------------------------------------------------------
 # Bad files
-
 BAD_FILES = [
     (None, "expected a file of positions, but it cannot be read"),
     (gzip.compress(START.encode() * 999)[:-9], "expected a file of positions, but it cannot be read"),
@@ -264,16 +253,11 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
     assert "\n" not in message and len(message) < 420
 
 
-def test_a_line_without_eight_ranks_is_bad_wherever_it_stands(positions, tmp_path, capsys, monkeypatch):
+def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys, monkeypatch):
+    """Also beyond the lines that are verified, where one without eight ranks is bad as well."""
     monkeypatch.setattr(P, "VERIFIED_LINES", 100)
-    lines = [P.write_position(position) for position in positions[:300]]
-    assert P.load(save(tmp_path / "odd", [*lines, "8/8/8 w - - 0 1;;a1a2:1"])) == positions[:300]
-    assert "odd: left out 1 of 301 lines" in capsys.readouterr().err
-
-
-def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys):
-    lines = [P.write_position(position) for position in positions[:990]]
-    assert P.load(save(tmp_path / "few", lines[:500] + ["?"] * 9 + lines[500:])) == positions[:990]
+    lines, odd = [P.write_position(position) for position in positions[:990]], "8/8/8 w - - 0 1;;a1a2:1"
+    assert P.load(save(tmp_path / "few", [*lines[:500], odd, *["?"] * 8, *lines[500:]])) == positions[:990]
     assert "few: left out 9 of 999 lines" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"many, line 501: expected .*\(11 of 1001 lines"):
         P.load(save(tmp_path / "many", lines[:500] + ["?"] * 11 + lines[500:]))

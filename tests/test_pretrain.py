@@ -1,4 +1,4 @@
-"""tools/pretrain.py: its texts are right, a run can be killed, it learns, and what it makes opens everywhere."""
+"""tools/pretrain.py: its texts are right, a run can be killed, and it learns."""
 
 import argparse
 import json
@@ -12,7 +12,6 @@ import types
 import chess
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretend_cuda
 import rewards
@@ -131,11 +130,6 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     assert [{**row, "seconds": 0} for row in rows[0]] == [{**row, "seconds": 0} for row in rows[1]]
     assert [row["texts"] for row in rows[0]] == [16, 32, 48] and "environment next_state T=1" in rows[0][0]
 
-    model = GPT.load(tmp_path / "whole")
-    ids = AutoTokenizer.from_pretrained(tmp_path / "whole")("A: e2e4", return_tensors="pt").input_ids
-    assert ids[0].tolist() == model.tokenizer.encode("A: e2e4")
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    torch.testing.assert_close(hf(ids).logits, model(ids), atol=1e-4, rtol=0)
     torch.save({"model": {}, "optimizers": []}, tmp_path / "whole/trainer.pt")
     with pytest.raises(SystemExit, match="trainer.pt is damaged or of another model"):
         run("whole", *arguments)
@@ -186,7 +180,7 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
         ("--data nowhere.txt", "nowhere.txt"),
         ("--tokenizer nowhere --format rookworld", "nowhere"),
         ("--data {0}/fens.txt", "no labelled position"),
-        ("--positions 200", "--positions"),
+        ("--positions 200", "has to be at least 288"),
         ("--tokenizer bytes", "fixed places"),
     ],
 )

@@ -63,25 +63,16 @@ def test_the_longest_prompts_fit_their_width():
         ("8/8/4k3/8/8/8/R7/K7 w - - 149 99", "a2b2", ("8/8/4k3/8/8/8/1R6/K7 b - - 150 99", 0.5, True, False)),
         ("8/8/4k3/8/8/8/R7/K7 w - - 148 99", "a2b2", ("8/8/4k3/8/8/8/1R6/K7 b - - 149 99", 0.001, False, False)),
         (MATE_IN_ONE.replace("0 1", "149 99"), "a1a8", ("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 150 99", 1.0, True, False)),
+        (START, "a1a3", None),  # illegal: through its own pawn
+        ("4k3/4r3/8/8/8/8/4B3/4K3 w - - 0 1", "e2d3", None),  # pinned
+        ("4kr2/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1", None),  # castles through check
+        ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8", None),  # promotes to nothing
+        (START, "0000", None),
+        (START, "e2x9", None),
     ],
 )
 def test_transition_by_hand(fen, move, expected):
-    assert rewards.transition(fen, move) == expected
-
-
-@pytest.mark.parametrize(
-    "fen, move",
-    [
-        (START, "a1a3"),  # through its own pawn
-        ("4k3/4r3/8/8/8/8/4B3/4K3 w - - 0 1", "e2d3"),  # pinned
-        ("4kr2/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1"),  # castles through check
-        ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8"),  # promotes to nothing
-        (START, "0000"),
-        (START, "e2x9"),
-    ],
-)
-def test_an_illegal_move_leaves_the_position(fen, move):
-    assert rewards.transition(fen, move) == (fen, -1.0, False, True)
+    assert rewards.transition(fen, move) == (expected or (fen, -1.0, False, True))
 
 
 def test_environment_questions_hold_the_truth_and_show_ten_moves(positions):
@@ -132,11 +123,3 @@ def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
     for position in train[:500] + reaching[:200]:
         question = rewards.environment_question(position, rng, "rookworld")
         assert not P.held_out(question.prompt[3:].split("+")[0]) and not P.held_out(question.truth[0])
-
-
-def test_our_own_completions_read_back(positions, tmp_path):
-    for chess_format in "rookworld", "expanded":
-        lines = [rewards.policy_prompt(p.fen, chess_format) + rewards.policy_completion(p.fen, p.moves, chess_format)
-                 for p in positions[:300]]  # fmt: skip
-        (tmp_path / chess_format).write_text("\n".join(lines))
-        assert P.load(tmp_path / chess_format) == [p._replace(history=()) for p in positions[:300]]

@@ -32,16 +32,12 @@ def test_lines_are_wrapped(file):
 
 
 @each_file
-def test_links_lead_somewhere(file):
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", file.read_text()):
+def test_what_is_named_exists(file):
+    text = file.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = file.parent / path if path else file
         assert target.exists() and (not anchor or anchor in anchors(target)), link
-
-
-@each_file
-def test_programs_and_files_exist(file):
-    text = file.read_text()
     for name in re.findall(r"(?:-m |`)((?:tools|experiments)\.[a-z_.]+)", text):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
     for path in re.findall(r"(?<![\w/])(?:tests|tools|experiments|examples|nanorook)/[\w./]+\.(?:py|sh|json)\b", text):

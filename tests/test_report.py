@@ -5,15 +5,14 @@ import math
 import random
 import re
 import subprocess
-import sys
 from html import unescape
-from pathlib import Path
 
 import pytest
 
 import rewards
 from nanorook.positions import Position
 from tools import report
+from toy import user_runs
 
 STEPS = 30
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
@@ -166,15 +165,13 @@ def test_values_that_are_not_finite_leave_a_gap_and_a_red_line(run):
     assert figure.count('class="broken"') == 1 and figure.count('class="limit"') == 1
 
 
-def test_an_explosion_does_not_press_the_rest_to_the_ground():
+def test_an_explosion_neither_hides_nor_is_hidden():
     points = [(i, 5e7 if i == 50 else 0.5 + 0.4 * (i % 2)) for i in range(100)]
     figure = report.plot("", "", [("norm", "c0", points)], 0, 99)
     heights = re.findall(r" ([\d.]+)", re.search('class="raw[^>]*d="(.*?)h0', figure)[1])
     assert len(set(heights)) == 3 and ">1e+06<" in figure
     assert report.marks(0, 1) == [0, 0.5, 1] and report.marks(-0.3, 0.93) == [0, 0.5]
-
-
-def test_long_runs_are_thinned_without_hiding_an_incident():
+    # nor do long runs, which are thinned, hide an incident
     points = report.points_of([{"step": i, "x": math.nan if i == 777 else i} for i in range(5000)], "x")
     assert len(points) <= report.POINTS and sum(math.isnan(v) for _, v in points) == 1 and points[-1][0] == 4999
 
@@ -227,6 +224,5 @@ def test_what_is_no_run_is_refused_in_one_sentence(tmp_path, content):
 
 
 def test_the_program(run):
-    command = [sys.executable, "-m", "tools.report", str(run)]
-    done = subprocess.run(command, cwd=Path(report.__file__).parent.parent, capture_output=True, text=True, timeout=60)
+    done = user_runs("-m", "tools.report", run)
     assert done.returncode == 0 and done.stdout.strip() == str(run / "report.html")

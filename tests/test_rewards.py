@@ -60,10 +60,7 @@ def fresh_labels():
     rewards.labeller.cache_clear()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariant 7: any text has a reward
-
-
 def fragments():
     """Texts that are nearly answers, and ones that are anything but."""
     words = "M: E: B: e2e4 e7e8q 0.3 -2.82 + 0 1 0.001 -1.0 nan ٣ 1e999 8 . / é 🙂 \0 \n".split(" ") + ["", "\ud800"]
@@ -115,10 +112,7 @@ def test_hostile_text_takes_milliseconds(text):
         assert time.process_time() - start < 0.05
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariant 13: each part of the reward reaches the gradient
-
-
 WEIGHTS = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}
 
 
@@ -192,10 +186,7 @@ def test_a_wrong_state_is_the_fault_of_its_wrong_words():
     assert judged_words(environment(text), text)["next_state"] == ["ppp1pppp", "w"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The policy
-
-
 @pytest.mark.parametrize("fen", FENS)
 @pytest.mark.parametrize("text_format", FORMATS)
 def test_a_perfect_answer_is_worth_one(fen, text_format):
@@ -361,10 +352,7 @@ def test_malformed(text):
     assert policy(text).reward == policy(text, hit_limit=True).reward == environment(text).reward == MALFORMED
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The environment
-
-
 def test_the_next_position_outweighs_the_other_fields_and_the_reward_counts_by_distance():
     assert environment(AFTER + "+-1+1+1").reward > environment(AFTER.replace(" b", " w") + "+0.001+0+0").reward
     # exactly right is best, and huge ones are bounded
@@ -401,10 +389,7 @@ def test_a_better_environment_answer_never_scores_lower(fields, reward, terminat
     assert (worth(terminated=False) > base) == terminated and (worth(truncated=False) > base) == truncated
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Runaways and the warm-up
-
-
 def spread():
     """Answers of every kind, for both tasks."""
     policies = [(policy, text) for texts in rungs(START, label(START)).values() for text in texts]

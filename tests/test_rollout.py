@@ -7,7 +7,6 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import train
-from model import GPT, GPTConfig
 from rollout import distribution, draw, generate
 
 NEW, G = 30, 4
@@ -23,13 +22,9 @@ def uniform(rows, columns=NEW):
 
 
 @pytest.fixture
-def model():
-    """Weights so large that predictions differ from place to place; its end token is one that half of the rows meet."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(300, 128, 32, 2, 4, eos_token_id=-1))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4).add_(torch.randn_like(p), alpha=0.02)
+def model(model):
+    """conftest.py's, with an end token that half of the rows meet."""
+    model.config.eos_token_id = -1
     tokens = generate(model, PROMPTS, 1, NEW, temperature=0).tokens
     assert tokens.shape == (len(PROMPTS), NEW)  # nothing ends without an end token
     met = torch.cat([row.unique() for row in tokens]).bincount()
@@ -37,10 +32,7 @@ def model():
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Invariant 2: decoding with the cache
-
-
 @torch.no_grad()
 def uncached(model, prompt):
     new = []
@@ -85,10 +77,7 @@ def test_impossible_requests_are_refused(model):
         generate(model, [[]], 1, 5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The sampled distribution, and invariant 3: the training forward's logprobs are those recorded while sampling
-
-
 @pytest.mark.parametrize("temperature, top_k, top_p", FILTERS)
 def test_samples_follow_the_softmax(model, temperature, top_k, top_p):
     """20,000 samples of one token: a chi-square test against the distribution that transformers' warpers make."""

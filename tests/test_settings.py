@@ -81,3 +81,14 @@ def test_a_task_is_any_file_and_brings_its_own_defaults(tmp_path, monkeypatch):
     assert settings.load_task("rewards.py") is sys.modules["rewards"]
     with pytest.raises(SystemExit, match="there is no such file"):
         settings.load_task(tmp_path / "none.py")
+    (tmp_path / "random.py").write_text("import random")
+    with pytest.raises(SystemExit, match="another Python module is called random; rename the file"):
+        settings.load_task(tmp_path / "random.py")
+
+
+def test_a_tasks_default_keeps_the_settings_type_and_names_a_setting(program, monkeypatch):
+    monkeypatch.setitem(settings.GIVEN, "defaults", {"LR": 1})
+    assert program("LR=0.5")["LR"] == 0.5
+    monkeypatch.setitem(settings.GIVEN, "defaults", {"STEP": 7})
+    with pytest.raises(SystemExit, match="DEFAULTS name STEP, which is not a setting"):
+        program()

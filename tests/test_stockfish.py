@@ -30,13 +30,6 @@ def script(path, text):
     return str(path)
 
 
-def answering(tmp_path, *lines):
-    """An engine that answers `go` with these lines."""
-    answer = "; ".join(f"echo '{line}'" for line in lines)
-    loop = f"while read word rest; do case $word in uci) echo uciok;; go) {answer}; echo bestmove a1a1;; esac; done"
-    return script(tmp_path / "engine", loop)
-
-
 @needs_stockfish
 def test_labels_are_those_of_python_chess_s_engine(engine):
     """SimpleEngine gives the same, at half the speed."""
@@ -70,7 +63,9 @@ def test_evaluations_come_from_one_finished_depth(tmp_path):
     lines += [info(2, 1, "cp 70 lowerbound", "a1b1")]
     lines += [info(2, 1, "cp 5", "a1b2"), info(2, 2, "mate -3", "a1b1"), info(2, 3, "cp 8", "a1a2")]
     lines += [info(3, 1, "mate 2", "a1a2"), info(2, 2, "cp 5", "a1b2"), info(2, 3, "cp 3", "a1b1")]
-    engine = Engine(answering(tmp_path, *lines))
+    said = "; ".join(f"echo '{line}'" for line in [*lines, "bestmove a1a1"])
+    loop = f"while read word rest; do case $word in uci) echo uciok;; go) {said};; esac; done"
+    engine = Engine(script(tmp_path / "engine", loop))
     moves = engine.search(chess.Board("7k/8/8/8/8/8/8/K7 w - - 0 1"), NODES)
     assert moves == (("a1a2", 8), ("a1b2", 5), ("a1b1", -99997))
     engine.close()

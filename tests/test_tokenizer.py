@@ -2,51 +2,23 @@
 
 import json
 import random
-from pathlib import Path
 from unittest.mock import Mock
 
 import chess
 import pytest
-from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoTokenizer, GPT2Tokenizer
+from transformers import AutoTokenizer
 
 from nanorook.tokenizer import Tokenizer
 
 ODD_TEXTS = ["", "\n\n  \t x", "it's é — 中文 🙂 1234567", "A: e2e4+0.001+0+0\r\n", "a9h0ha1b2\0"]
 
 
-def chess_lines(count):
-    """Lines in RookWorld's padded format from random games, with evaluations and mates."""
-    rng, lines, board = random.Random(0), [], chess.Board()
-    while len(lines) < count:
-        legal = list(board.legal_moves)
-        if not legal or len(board.move_stack) > 120:
-            board = chess.Board()
-            continue
-        moves, scores = [m.uci() for m in legal[:5]], (30, -282, 0, 99999, -99996, rng.randrange(-900, 900))
-        evals = " ".join(str(rng.choice(scores) / 100) for _ in moves)
-        lines.append(f"P: {board.fen():90}M: {' '.join(moves):30}E: {evals:40}B: {moves[0]}")
-        board.push(rng.choice(legal))
-    return lines
-
-
-@pytest.fixture(scope="module")
-def bpe_folder(tmp_path_factory):
-    """vocab.json, merges.txt and tokenizer.json of a small byte-level BPE, in the place of GPT-2's."""
-    folder = str(tmp_path_factory.mktemp("bpe"))
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(chess_lines(300), vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
-    bpe.save_model(folder)
-    GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
-    return Path(folder)
-
-
 @pytest.mark.parametrize("names", [("tokenizer.json",), ("vocab.json", "merges.txt")])
-def test_same_ids_as_transformers(bpe_folder, tmp_path, names):
+def test_same_ids_as_transformers(bpe_folder, chess_lines, tmp_path, names):
     for name in names:
         (tmp_path / name).write_bytes((bpe_folder / name).read_bytes())
     tokenizer, reference = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(bpe_folder)
-    for text in (*chess_lines(500), *ODD_TEXTS):
+    for text in (*chess_lines, *ODD_TEXTS):
         ids = reference(text).input_ids
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == text
@@ -55,12 +27,12 @@ def test_same_ids_as_transformers(bpe_folder, tmp_path, names):
 
 
 @pytest.mark.parametrize("kind", ["of_bytes", "squares"])
-def test_files_written_for_a_tokenizer_give_the_same_ids(tmp_path, kind):
+def test_files_written_for_a_tokenizer_give_the_same_ids(chess_lines, tmp_path, kind):
     original = getattr(Tokenizer, kind)()
     for name, content in original.files.items():
         (tmp_path / name).write_bytes(content)
     reference, loaded, rng = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path), random.Random(1)
-    texts = [*chess_lines(50), *ODD_TEXTS]
+    texts = [*chess_lines[:50], *ODD_TEXTS]
     texts += ["".join(rng.choices("aceh188. 9i+\né", k=rng.randrange(40))) for _ in range(500)]
     for text in texts:
         ids = original.encode(text)
@@ -75,7 +47,7 @@ def test_bytes_are_tokens():
     text = "P: é\n\0 中"
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos == 256 and tokenizer.vocab_size == 257
     assert tokenizer.decode([*text.encode(), 256, 65]) == text  # nothing after the end token
-    assert tokenizer.decode([0xFF, 65]) == tokenizer.decode([299, 65]) == "\ufffdA"
+    assert tokenizer.read([65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])  # bytes that are no text
     assert tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")  # a text cannot contain the end token
 
 
@@ -87,14 +59,10 @@ def test_squares_are_tokens():
     assert tokenizer.encode("ab1") == [ord("a"), 256 + chess.B1]
 
 
-def swap_merges(content):
-    content["model"]["merges"][:2] = reversed(content["model"]["merges"][:2])
-
-
 BAD = {
     "of another kind": lambda c: c["model"].update(type="WordPiece"),
     "would change every prompt": lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
-    "order of the merges": swap_merges,
+    "order of the merges": lambda c: c["model"]["merges"].append(c["model"]["merges"].pop(0)),
     "KeyError: 'Δ": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
     "KeyError: '<": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
     "a whole number of its own": lambda c: c["model"]["vocab"].update({"a": 1, "b": 1}),
@@ -126,7 +94,3 @@ def test_text_and_where_each_of_its_tokens_ends(tokenizer, text):
         assert found == text and ends == sorted(ends) and (ends[-1] if ends else 0) == len(text)
         if text.isascii():
             assert ends == [len(tokenizer.decode(ids[: i + 1])) for i in range(len(ids))]
-
-
-def test_bytes_that_are_no_text():
-    assert Tokenizer.of_bytes().read([65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])

@@ -2,34 +2,25 @@
 
 import json
 import math
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig
 from nanorook.tokenizer import Tokenizer
+from rewards import Grade, Question
 
+ROOT = Path(__file__).parent.parent
 DEFAULTS = {}
 LIMITS = {"short": 4, "long": 7}
 CLOCK = ("seconds", "tokens_per_second", "peak_memory_gb")  # differ between two equal runs
 SETTINGS = dict(STEPS=2, BATCH_POSITIONS=4, GROUP_SIZE=4, EVAL_POSITIONS=4, WARMUP_STEPS=0, LR=1e-3, NPROC=1)
 SETTINGS |= dict(DTYPE="float32", DEVICE="cpu", COMPILE="0", TASK=__file__)
-
-
-class Question(NamedTuple):
-    kind: str
-    prompt: str
-    truth: int
-
-
-class Grade(NamedTuple):
-    reward: float
-    pieces: tuple
-    metrics: dict
 
 
 def load(source, config):
@@ -99,6 +90,19 @@ def run(out, **changes):
 def rows(out):
     lines = Path(out, "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+
+
+def left_by(out):
+    """All that a run leaves and that does not tell the time."""
+    files = ["samples.jsonl", "skill.json", "model/model.safetensors"]
+    return rows(out), [(out / file).read_bytes() for file in files]
+
+
+def user_runs(*arguments, **environment):
+    """`python ...` as a user types it, until its end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def same(rows, others):
