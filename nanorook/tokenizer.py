@@ -115,6 +115,7 @@ class Tokenizer:
     def read(self, ids):
         """(text, ends): the text up to the end token, and for each of its tokens the number of characters up to its
         end. Ids without a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
+        ids = list(ids)
         ids = ids[: ids.index(self.eos)] if self.eos in ids else ids
         parts = [self.token_bytes.get(i, b"\xff") for i in ids]
         text = b"".join(parts).decode("utf-8", "replace")
