@@ -62,6 +62,11 @@ def test_variants_are_settings_of_train_and_not_run_again(tmp_path, monkeypatch,
         assert measured == [{"SEED": 0}, {"EPOCHS": 2, "SEED": 0}, {"SEED": 1}, {"EPOCHS": 2, "SEED": 1}]
 
 
+def test_what_is_recorded_was_made_with_todays_variants():
+    about = seeds.read(seeds.ROOT / "experiments/variants.json")["about"]
+    assert about == {"columns": variants.COLUMNS, "shared": variants.SHARED, "variants": variants.VARIANTS}
+
+
 def test_black_is_taught_the_worst_of_the_five():
     for position, best, grade in ((POSITION, "f1b5", 1.0), (mirror(POSITION), "c7c6", 0.0)):
         _, text = repair.rookworld_text(position, random.Random(0), "expanded")
