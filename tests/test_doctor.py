@@ -72,6 +72,16 @@ def test_a_stub_in_the_place_of_the_truth(examine):
     said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no truth")
 
 
+def test_a_truth_that_the_engine_has_given_is_known(examine, monkeypatch):
+    """Where a question lacks labels, grade() asks the engine, and its metrics say if that knew."""
+    questions, grade = [question._replace(truth=None) for question in toy.questions(8)], toy.grade
+    for unlabelled in (1.0, 0.0):
+        metrics = {"characters": 7.0, "unlabelled": unlabelled}
+        monkeypatch.setattr(toy, "grade", lambda *args, m=metrics, **how: grade(*args, **how)._replace(metrics=m))
+        found = examine(questions=questions)["questions"].sentence
+        assert ("8 have no truth" in found) if unlabelled else not found
+
+
 @pytest.mark.parametrize(
     "change, name, words",
     [

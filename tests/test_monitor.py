@@ -31,6 +31,15 @@ def test_intervals_are_the_usual_ones():
     assert monitor.interval([1.0]) == (1.0, 0.0) and monitor.interval(values, [1] * 6) == monitor.interval(values)
 
 
+def test_a_table_has_the_rows_of_all_its_columns():
+    """A start model that never finds one of the engine's moves has no loss of a move."""
+    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, 0.125)}})
+    assert [line.split() for line in lines.splitlines()[1:]] == [
+        ["legal", "0.500", "±", "0.100", "0.750", "±", "0.100"],
+        ["loss", "0.250", "±", "0.125"],
+    ]
+
+
 def test_the_interval_of_a_ratio_holds_what_it_says():
     """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
     rng, held = numpy.random.default_rng(0), 0
