@@ -85,6 +85,7 @@ NPROC                   = setting("NPROC", 1, "processes on this machine; one fo
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
 EVAL_ROWS = 128  # completions that an evaluation samples at once
+TOO_LARGE = "out of memory with the answers to a single question: lower GROUP_SIZE, or the limit of new tokens."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def in_halves(work, items):
         return [work(items)]
     except torch.OutOfMemoryError:
         if len(items) == 1:
-            refuse("out of memory with the answers to a single question: lower GROUP_SIZE, or the limit of new tokens.")
+            refuse(TOO_LARGE)
     torch.cuda.empty_cache()  # outside of the except block, which keeps the failed tensors alive
     half = len(items) // 2
     return in_halves(work, items[:half]) + in_halves(work, items[half:])
@@ -229,7 +230,7 @@ def accumulate_in_memory(model, reference, parts, *args):
         except torch.OutOfMemoryError:
             sizes = [part.prompts.numel() + part.tokens.numel() for part in parts if len(part.prompts) > 1]
             if not sizes:
-                refuse("out of memory with the answers to a single question: lower GROUP_SIZE, or the limit of new tokens.")
+                refuse(TOO_LARGE)
         # outside of the except block, which keeps the failed tensors alive
         model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()

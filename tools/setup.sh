@@ -1,4 +1,5 @@
-# Sourced by train.sh, test.sh and tools/uci.sh: leaves in $PYTHON an interpreter that has what the requirements files in $NEEDS name.
+# Sourced by train.sh, test.sh and tools/uci.sh: leaves in $PYTHON an interpreter that has what the requirements
+# files in $NEEDS name.
 # PYTHON=/some/python is used as it is.
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=.venv/bin/python
