@@ -172,7 +172,8 @@ def transition(fen, move):
 MALFORMED = -0.3
 MAX_CHARACTERS = 4096  # no answer has a tenth of it, and it bounds the work on any other
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-WASTED = 0.25  # cost of an illegal or repeated candidate, where a legal one earns 1: a move is worth listing if it is legal with over 20 %
+# Cost of an illegal or repeated candidate, where a legal one earns 1: a move that is legal with over 20 % is worth listing.
+WASTED = 0.25
 
 # The ladder of the best move: legal < top5 < best. Each of them outweighs all that can be earned beside them (clean to
 # evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
@@ -371,7 +372,7 @@ def grade_environment(question, text):
         pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
         likeness = Levenshtein.normalized_similarity(word, truth)
         pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
-    # A wrong next state is blamed on its wrong words; a right one, or one with words missing or too many, on the whole FEN.
+    # A wrong next state is the fault of its wrong words; of the whole FEN where words are missing or too many.
     pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
