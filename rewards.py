@@ -372,7 +372,7 @@ def grade_environment(question, text):
         pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
         likeness = Levenshtein.normalized_similarity(word, truth)
         pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
-    # A wrong next state is the fault of its wrong words; of the whole FEN where words are missing or too many.
+    # A wrong next state is the fault of its wrong words; without any, right or not, the whole FEN is judged.
     pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
