@@ -106,7 +106,7 @@ def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often(draw):
     assert len(draw(0, init="model")["legal"]) < 0.2 * 96 < len(draw(0)["legal"])  # it knows the rules already
 
 
-def test_what_is_easy_and_what_is_noise_counts_less(draw):
+def test_what_is_easy_or_noise_counts_less_and_what_decides_counts_more(draw):
     draw(0)
     question = rewards.environment_question(positions.Position(FEN, (), (), "e1g1"), random.Random(0), "squares")
     answer = rewards.environment_completion(*question.truth, "squares")
@@ -116,10 +116,15 @@ def test_what_is_easy_and_what_is_noise_counts_less(draw):
     inputs, places, targets, weights, boards, ends, best = pretrain.tokenize(texts)
     assert inputs.shape == (2, 224) and places[0] == 127 and inputs[0, 128] == targets[0]
     n = len(pretrain.tokenizer.encode(answer)) + 1
-    changed = [i for i in range(71) if answer[i] != expand_board(FEN)[i]]
-    assert [i for i in range(n) if weights[i] == 1] == [*changed, *range(71, n)] and len(changed) == 4
+    changed = {i for i in range(71) if answer[i] != expand_board(FEN)[i]}
+    move, clock = {7 * 9 + 4, 7 * 9 + 6}, {answer.index(" 2 11+") + 1}  # e1 and g1; the rook's squares change too
+    assert changed == move | {7 * 9 + 5, 7 * 9 + 7}
+    counts = {w: {i for i in range(n) if weights[i] == w} for w in set(weights[:n].tolist())}
+    assert counts.pop(pretrain.DECISIVE_WEIGHT) == move | clock
+    assert counts.pop(1) == (changed - move) | {*range(71, n)} - clock
+    assert counts == {np.float32(pretrain.UNCHANGED_WEIGHT): {*range(71)} - changed}
     said = {w: pretrain.tokenizer.decode(targets[n:][weights[n:] == w]) for w in set(weights[n:].tolist())}
-    evaluations, choice = np.float32([pretrain.EVALUATION_WEIGHT, pretrain.BEST_WEIGHT]).tolist()
+    evaluations, choice = np.float32([pretrain.EVALUATION_WEIGHT, pretrain.DECISIVE_WEIGHT]).tolist()
     assert said == {1: "M: e1g1 f3g5 E: B: ", evaluations: "0.31 12.5 ", choice: "f3g5"}
 
     assert np.array_equal(boards, 2 * [label_board(FEN)])

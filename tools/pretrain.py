@@ -43,7 +43,8 @@ ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
 LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.1, 4000  # share of texts that list legal moves: at first, after these steps
 ENVIRONMENT = 0.45  # share of the environment's among the other texts
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
-EVALUATION_WEIGHT, BEST_WEIGHT = 0.3, 3.0  # on evaluations, whose last digits are noise, and on the one best move
+EVALUATION_WEIGHT = 0.3  # on evaluations, whose last digits are noise
+DECISIVE_WEIGHT = 5.0  # on the best move, and on decisive()
 RULES_WEIGHT = 0.3  # of what tools/rules.py teaches; with 1, a model that could write unlearned it first
 WARMUP = 100  # steps in which the learning rate rises
 BUCKET = 8  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
@@ -167,15 +168,25 @@ def tokenize(texts):
         if p[0] == ord("A"):
             unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
             weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
+            weights[i, [start + place for place in decisive(*texts[i][:2])]] = DECISIVE_WEIGHT
         if p[0] == ord("P"):
             e, b = c.index(ord("E")), c.index(ord("B"))
-            weights[i, start + e + 3 : start + b], weights[i, start + b + 3 :] = EVALUATION_WEIGHT, BEST_WEIGHT
+            weights[i, start + e + 3 : start + b], weights[i, start + b + 3 :] = EVALUATION_WEIGHT, DECISIVE_WEIGHT
             for end, squares in label_evaluations(texts[i][1], tokenizer):
                 ends.append(i * S + len(p) + end)  # the space behind it
                 best.append(squares)
     places = np.flatnonzero(targets >= 0)
     labels = np.stack([label_board(fen) for *_, fen in texts]), np.int64(ends), np.int64(best).reshape(-1, 2)
     return inputs, places, targets.ravel()[places], weights.ravel()[places], *labels
+
+
+def decisive(prompt, answer):
+    """The few tokens of an environment's answer that a rule decides: the squares of the move, which tell whether it was
+    legal, and the clock of the 50-move rule. Without their weight this clock alone was wrong after every fifth move."""
+    move, fields = prompt.split("+")[1], answer.split("+")[0].split(" ")
+    squares = [SQUARES[chess.parse_square(name) ^ 56] - SQUARES[0] for name in (move[:2], move[2:4])]
+    clock = len(tokenizer.encode(" ".join(fields[:4]) + " "))
+    return *squares, *range(clock, clock + len(fields[4]))
 
 
 def start_worker(number):
