@@ -20,9 +20,8 @@ from model import GPT
 from nanorook import positions
 from nanorook.positions import contract_board, expand_board
 from tools import pretrain
-from tools.rules import label_board
 
-TINY = "--layers 3 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
+TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
 FORMATS = {"squares": "squares", "expanded": "bytes", "rookworld": "bytes"}  # and a tokenizer for it
 LABELLED = positions.split(positions.load("builtin")[:6000])
 RARE = pretrain.rare_kinds(LABELLED[0])
@@ -73,25 +72,23 @@ def board_of(prompt):
 def test_every_text_is_a_perfect_answer(draw, text_format):
     both = [*LABELLED[0], *map(positions.mirror, LABELLED[0])]
     texts, labels = draw(2000, text_format), {p.fen: p.moves for p in both}
-    for prompt, answer, _ in texts["policy"]:
+    for prompt, answer in texts["policy"]:
         grade = rewards.grade(rewards.Question("policy", prompt, labels[board_of(prompt).fen()]), answer)
         assert grade.reward == pytest.approx(1)
-    for prompt, answer, _ in texts["environment"]:
+    for prompt, answer in texts["environment"]:
         move, history = prompt.split("+")[1:3]
         assert history.split()[-1] == move
         truth = rewards.transition(board_of(prompt).fen(), move)
         assert rewards.grade(rewards.Question("environment", prompt, truth), answer).reward == pytest.approx(1)
-    for prompt, answer, _ in texts["legal"]:
+    for prompt, answer in texts["legal"]:
         legal, moves = {move.uci() for move in board_of(prompt).legal_moves}, answer.split()
         assert set(moves) <= legal and len(set(moves)) == len(moves) == min(19, len(legal))
-    assert min(map(len, texts.values())) >= 9
-    for prompt, _, fen in (text for some in texts.values() for text in some):
-        assert board_of(prompt).board_fen() == chess.Board(fen).board_fen()
+    assert min(map(len, texts.values())) >= 20
 
 
 def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often(draw):
     checks, legal, captures, texts = 0, 0, 0, draw(4000, rows=2000)
-    for prompt, answer, _ in (text for some in texts.values() for text in some):
+    for prompt, answer in (text for some in texts.values() for text in some):
         board = board_of(prompt)
         checks += board.is_check()
         assert not positions.held_out(board.fen())
@@ -112,24 +109,19 @@ def test_what_is_easy_or_noise_counts_less_and_what_decides_counts_more(draw):
     answer = rewards.environment_completion(*question.truth, "squares")
     moves = ("e1g1", 31), ("f3g5", 1250)
     policy = rewards.policy_prompt(FEN, "squares"), rewards.policy_completion(FEN, moves, "squares")
-    texts = [(question.prompt, answer, FEN), (*policy, FEN)]
-    inputs, places, targets, weights, boards, ends, best = pretrain.tokenize(texts)
+    inputs, places, targets, weights = pretrain.tokenize([(question.prompt, answer), policy])
     assert inputs.shape == (2, 224) and places[0] == 127 and inputs[0, 128] == targets[0]
     n = len(pretrain.tokenizer.encode(answer)) + 1
     changed = {i for i in range(71) if answer[i] != expand_board(FEN)[i]}
     move, clock = {7 * 9 + 4, 7 * 9 + 6}, {answer.index(" 2 11+") + 1}  # e1 and g1; the rook's squares change too
     assert changed == move | {7 * 9 + 5, 7 * 9 + 7}
-    counts = {w: {i for i in range(n) if weights[i] == w} for w in set(weights[:n].tolist())}
+    counts = {weight: {i for i in range(n) if weights[i] == weight} for weight in set(weights[:n].tolist())}
     assert counts.pop(pretrain.DECISIVE_WEIGHT) == move | clock
     assert counts.pop(1) == (changed - move) | {*range(71, n)} - clock
     assert counts == {np.float32(pretrain.UNCHANGED_WEIGHT): {*range(71)} - changed}
     said = {w: pretrain.tokenizer.decode(targets[n:][weights[n:] == w]) for w in set(weights[n:].tolist())}
-    evaluations, choice = np.float32([pretrain.EVALUATION_WEIGHT, pretrain.DECISIVE_WEIGHT]).tolist()
-    assert said == {1: "M: e1g1 f3g5 E: B: ", evaluations: "0.31 12.5 ", choice: "f3g5"}
-
-    assert np.array_equal(boards, 2 * [label_board(FEN)])
-    ended = [pretrain.tokenizer.decode(inputs[1][: place - 224 + 1]) for place in ends]
-    assert [text.split()[-1] for text in ended] == ["0.31", "12.5"] and len(best) == 2
+    evaluations = float(np.float32(pretrain.EVALUATION_WEIGHT))
+    assert said == {1: "M: e1g1 f3g5 E: B: ", evaluations: "0.31 12.5 ", pretrain.DECISIVE_WEIGHT: "f3g5"}
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
@@ -142,7 +134,7 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     run("broken", *arguments, "--workers", 2)  # no draw depends on how many processes make the texts
     assert "resumed" in capsys.readouterr().out
     whole, broken = (torch.load(tmp_path / name / "trainer.pt") for name in ("whole", "broken"))
-    for name in "step", "model", "rules", "optimizers":
+    for name in "step", "model", "optimizers":
         torch.testing.assert_close(whole[name], broken[name], rtol=0, atol=0)
     rows = [[json.loads(row) for row in open(tmp_path / name / "skill.jsonl")] for name in ("whole", "broken")]
     assert [{**row, "seconds": 0} for row in rows[0]] == [{**row, "seconds": 0} for row in rows[1]]
@@ -161,7 +153,7 @@ def test_a_resumed_run_on_a_gpu_does_not_wait_for_step_counters(run, few, monkey
         run("m", *arguments, "--steps", 3, at=steps)
         run("m", *arguments, "--steps", 6, at=steps)
     assert "torch.compile is left out: apt install gcc" in capsys.readouterr().out
-    assert waits[2] - waits[1] == waits[5] - waits[4] == 23  # 21 arrays sent; whether the gradient is finite
+    assert waits[2] - waits[1] == waits[5] - waits[4] == 14  # twelve arrays sent; whether the gradient is finite
 
 
 def test_learning_rates_rise_are_held_and_fall_to_zero_at_the_end(monkeypatch):
@@ -178,9 +170,8 @@ def test_it_learns(run, few, monkeypatch):
     """The loss of the ideal answers to its training positions falls from chance, log 321 = 5.8, to far below it."""
     monkeypatch.setattr(pretrain, "WARMUP", 5)
     model = GPT.load(run("m", "--data", few, "--steps", 80, "--eval-every", 1000, "--lr", 0.01, "--lr-matrix", 0.03))
-    known = positions.split(positions.load(few))[0]
-    texts = [(*pretrain.policy_text(p, random.Random(0), "squares"), p.fen) for p in known]
-    inputs, places, targets, *_ = map(torch.from_numpy, pretrain.tokenize(texts))
+    texts = [pretrain.policy_text(p, random.Random(0), "squares") for p in positions.split(positions.load(few))[0]]
+    inputs, places, targets, _ = map(torch.from_numpy, pretrain.tokenize(texts))
     assert len(texts) == 10 and torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1)[places], targets) < 2.5
 
 

@@ -4,8 +4,7 @@ python -m tools.pretrain out/mine --steps 30000                              on 
 python -m tools.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU with 16 cores
 
 A third task, all legal moves of a position, teaches the rules much faster than five candidates do; it starts as most
-of the mix and fades. tools/rules.py teaches them to the inner layers, square by square. A batch is a pure function of
-the seed and the step, so a resumed run sees the same batches.
+of the mix and fades. A batch is a pure function of the seed and the step, so a resumed run sees the same batches.
 """
 
 import argparse
@@ -35,19 +34,17 @@ from nanorook.settings import refuse
 from nanorook.stockfish import CANDIDATES, MATE
 from nanorook.tokenizer import Tokenizer
 from tools.evaluate import sample_and_grade
-from tools.rules import SQUARES, Rules, label_board, label_evaluations
 
 RARE = 0.4  # share of texts about boards of rare_kinds(), which games seldom show
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
 ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
-LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.1, 4000  # share of texts that list legal moves: at first, after these steps
-ENVIRONMENT = 0.45  # share of the environment's among the other texts
+LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.12, 4000  # share of texts that list legal moves: at first, after these steps
+ENVIRONMENT = 0.4  # share of the environment's among the other texts
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
 EVALUATION_WEIGHT = 0.3  # on evaluations, whose last digits are noise
 DECISIVE_WEIGHT = 5.0  # on the best move, and on decisive()
-RULES_WEIGHT = 0.3  # of what tools/rules.py teaches; with 1, a model that could write unlearned it first
 WARMUP = 100  # steps in which the learning rate rises
-BUCKET = 8  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
+BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 TOKENIZERS = {"squares": Tokenizer.squares, "bytes": Tokenizer.of_bytes, "gpt2": Tokenizer.gpt2}
 SKILL = {"policy": ("legal", "candidates_legal", "top5", "best"), "environment": ("next_state", "truncated")}
 FIXED_PLACES = {"squares": "squares", "expanded": "bytes"}  # format: the tokenizer that gives a square one place
@@ -131,35 +128,32 @@ def rare_kinds(labelled):
 
 
 def draw_texts(step):
-    """{task: [(prompt, completion, FEN), ...]}"""
     rng, unit = random.Random(f"{args.seed}/{step}"), max(1, args.rows // 32)  # few numbers of rows are few shapes
-
-    def draw(task):
-        position = rng.choice(rng.choice(rare) if rare and rng.random() < RARE else labelled)
-        position = positions.mirror(position) if rng.random() < 0.5 else position
-        return *TASKS[task](position, rng, text_format), position.fen
-
     done = 1 if args.init else min(1, step / LEGAL_STEPS)  # a model that is taught further knows the rules
-    legal = round((LEGAL + (LEGAL_END - LEGAL) * done) * args.rows / unit) * unit
+    share = LEGAL + (LEGAL_END - LEGAL) * done
+    legal = round(share * args.rows / unit) * unit
     environment = round(ENVIRONMENT * (args.rows - legal) / unit) * unit
+
+    def draw():
+        position = rng.choice(rng.choice(rare) if rare and rng.random() < RARE else labelled)
+        return positions.mirror(position) if rng.random() < 0.5 else position
+
     rows = {"policy": args.rows - legal - environment, "environment": environment, "legal": legal}
-    return {task: [draw(task) for _ in range(rows[task])] for task in rows}
+    return {task: [TASKS[task](draw(), rng, text_format) for _ in range(rows[task])] for task in TASKS}
 
 
 class Batches(Dataset):
     def __getitem__(self, step):
-        return {task: tokenize(texts) for task, texts in draw_texts(step).items()}
+        return [tokenize(texts) for texts in draw_texts(step).values()]
 
 
 def tokenize(texts):
-    """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,); and
-    what tools/rules.py teaches: boards (R, 3, 64, 64), places where an evaluation ends, the best move so far."""
-    prompts = [tokenizer.encode(prompt) for prompt, *_ in texts]
-    answers = [tokenizer.encode(answer) + [tokenizer.eos] for _, answer, _ in texts]
-    S = min(n_positions, -(-max(len(p) + len(c) - 1 for p, c in zip(prompts, answers)) // BUCKET) * BUCKET)
+    """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,)."""
+    rows = [(tokenizer.encode(prompt), tokenizer.encode(answer) + [tokenizer.eos]) for prompt, answer in texts]
+    S = min(n_positions, -(-max(len(p) + len(c) - 1 for p, c in rows) // BUCKET) * BUCKET)
     inputs, targets = np.zeros((len(texts), S), dtype=np.int64), np.full((len(texts), S), -1)
-    weights, ends, best = np.ones((len(texts), S), dtype=np.float32), [], []
-    for i, (p, c) in enumerate(zip(prompts, answers)):
+    weights = np.ones((len(texts), S), dtype=np.float32)
+    for i, (p, c) in enumerate(rows):
         ids, start = (p + c)[: S + 1], len(p) - 1
         inputs[i, : len(ids) - 1] = ids[:-1]
         targets[i, start : len(ids) - 1] = ids[len(p) :]
@@ -168,23 +162,23 @@ def tokenize(texts):
         if p[0] == ord("A"):
             unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
             weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
-            weights[i, [start + place for place in decisive(*texts[i][:2])]] = DECISIVE_WEIGHT
+            weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
         if p[0] == ord("P"):
             e, b = c.index(ord("E")), c.index(ord("B"))
             weights[i, start + e + 3 : start + b], weights[i, start + b + 3 :] = EVALUATION_WEIGHT, DECISIVE_WEIGHT
-            for end, squares in label_evaluations(texts[i][1], tokenizer):
-                ends.append(i * S + len(p) + end)  # the space behind it
-                best.append(squares)
     places = np.flatnonzero(targets >= 0)
-    labels = np.stack([label_board(fen) for *_, fen in texts]), np.int64(ends), np.int64(best).reshape(-1, 2)
-    return inputs, places, targets.ravel()[places], weights.ravel()[places], *labels
+    return inputs, places, targets.ravel()[places], weights.ravel()[places]
+
+
+def place_on_board(square):
+    return 9 * (7 - chess.square_rank(square)) + chess.square_file(square)  # 9: a slash ends a rank
 
 
 def decisive(prompt, answer):
     """The few tokens of an environment's answer that a rule decides: the squares of the move, which tell whether it was
-    legal, and the clock of the 50-move rule. Without their weight this clock alone was wrong after every fifth move."""
+    legal, and the clock of the 50-move rule, which was wrong after a quarter of legal moves without it."""
     move, fields = prompt.split("+")[1], answer.split("+")[0].split(" ")
-    squares = [SQUARES[chess.parse_square(name) ^ 56] - SQUARES[0] for name in (move[:2], move[2:4])]
+    squares = [place_on_board(chess.parse_square(name)) for name in (move[:2], move[2:4])]
     clock = len(tokenizer.encode(" ".join(fields[:4]) + " "))
     return *squares, *range(clock, clock + len(fields[4]))
 
@@ -213,9 +207,9 @@ def name_squares(model, text_format):
     """A square's place in the prompt, and where the environment's answer predicts it, starts as its name's tokens: to
     find a move's square is one dot product. From random places a small model takes thousands of steps to learn it."""
     for board in (len("P: "), rewards.WIDTH[text_format]["A: "] - 1):  # -1: a token is predicted from the one before
-        for square, place in zip(chess.SQUARES_180, SQUARES):
-            name = model.tokenizer.encode(chess.square_name(square))
-            model.wpe.weight[board + place - SQUARES[0]] += model.wte.weight[name].sum(0)
+        for square in chess.SQUARES:
+            place = board + place_on_board(square)
+            model.wpe.weight[place] += model.wte.weight[model.tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
 
 
 class Muon(torch.optim.Optimizer):
@@ -252,14 +246,9 @@ def schedule(step):
     return min(1.0, (step + 1) / WARMUP, left)
 
 
-def hidden(model, tokens):
-    """The states after each layer, and after the last layer norm: (R, S, C) each."""
-    S, device, states = tokens.shape[1], tokens.device, []
-    x, bias = model.wte(tokens) + model.wpe(torch.arange(S, device=device)), causal_bias(S, device)
-    for block in model.h:
-        x, _ = block(x, bias, None, None, None)
-        states.append(x)
-    return states, model.ln_f(x)
+def hidden(model, tokens):  # (R, S, C)
+    S, device = tokens.shape[1], tokens.device
+    return model.trunk(tokens, torch.arange(S, device=device), causal_bias(S, device))[0]
 
 
 def evaluate(model, questions):
@@ -288,9 +277,8 @@ def main():
     questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
     out, device, state, step, elapsed = Path(args.out), hardware.choose(args.device), {}, 0, 0.0
     state_file, model = out / "trainer.pt", model.to(device)
-    rules = Rules(model.config).to(device)
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
-    others = [p for p in (*model.parameters(), *rules.parameters()) if not any(p is m for m in matrices)]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     try:
         if state_file.exists():  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step
             state = torch.load(state_file, map_location="cpu", weights_only=True)
@@ -300,7 +288,6 @@ def main():
         optimizers = Muon(matrices, args.lr_matrix, model.dtype), adam
         if state:
             model.load_state_dict(state["model"] if state["config"] == str(model.config) else {})  # {} is refused
-            rules.load_state_dict(state["rules"])
             for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             step, elapsed = state["step"], state["elapsed"]
@@ -311,9 +298,8 @@ def main():
 
     def save():
         model.save(out, torch.bfloat16 if args.half else torch.float32)
-        state = {"model": model.state_dict(), "rules": rules.state_dict(), "config": str(model.config), "dtype": dtype}
-        state |= {"optimizers": [o.state_dict() for o in optimizers], "step": step, "elapsed": elapsed}
-        torch.save(state, out / "trainer.pt.tmp")
+        state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "dtype": dtype}
+        torch.save(state | {"config": str(model.config), "step": step, "elapsed": elapsed}, out / "trainer.pt.tmp")
         os.replace(out / "trainer.pt.tmp", state_file)
         if not stop:  # the curve of skill against texts
             skill = {"step": step, "texts": step * args.rows, "seconds": round(elapsed), **evaluate(model, questions)}
@@ -324,34 +310,28 @@ def main():
 
     stop = checkpoint.catch_signals()
     bar, last = tqdm(total=args.steps, initial=step, unit="step", smoothing=0.05), time.time()
-    workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": dict}
+    workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": list}
     workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's globals
     for batch in DataLoader(Batches(), None, sampler=range(step, args.steps), **workers):
-        rate, weight, losses = schedule(step), float(sum(arrays[3].sum() for arrays in batch.values())), {}
+        rate, normalizer, losses = schedule(step), float(sum(weights.sum() for *_, weights in batch)), []
         for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
             optimizer.param_groups[0]["lr"] = lr * rate
-        for task, arrays in batch.items():
-            sent = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
-            tokens, places, targets, weights, *labels = sent
-            states, x = forward(model, tokens)
-            logits = model.head(x.flatten(0, 1).index_select(0, places))  # none where no loss is
-            nats = F.cross_entropy(logits.float(), targets, reduction="none")
-            loss, losses[task] = (nats * weights).sum() / weight, nats.detach().mean()
-            if text_format in FIXED_PLACES:
-                taught = rules(states, *labels)
-                loss, losses = loss + RULES_WEIGHT * sum(taught.values()) * len(tokens) / args.rows, losses | taught
-            loss.backward()
-        if torch.nn.utils.clip_grad_norm_((*matrices, *others), 1.0).isfinite():
+        for arrays in batch:
+            tokens, places, targets, weights = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+            logits = model.head(forward(model, tokens).flatten(0, 1).index_select(0, places))  # none where no loss is
+            loss = F.cross_entropy(logits.float(), targets, reduction="none")
+            ((loss * weights).sum() / normalizer).backward()
+            losses.append(loss.detach().mean())
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             for optimizer in optimizers:
                 optimizer.step()
         else:
             tqdm.write(f"step {step + 1}: the gradient is not finite, so the weights stay as they are")
         model.zero_grad(set_to_none=True)
-        rules.zero_grad(set_to_none=True)
         step += 1
         elapsed, last = elapsed + time.time() - last, time.time()
         if step % 10 == 0:
-            bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
+            bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in zip(TASKS, losses)}, refresh=False)
         bar.update()
         if step % args.eval_every == 0 or step == args.steps or stop:
             save()
