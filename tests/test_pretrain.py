@@ -97,19 +97,17 @@ def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often(draw):
             if answer.endswith("+0"):
                 legal += 1
                 captures += board.is_capture(chess.Move.from_uci(prompt.split("+")[1]))
-    assert 0.17 < checks / 2000 < 0.27  # a twelfth in games
+    assert 0.12 < checks / 2000 < 0.25  # a twelfth in games
     assert 0.34 < captures / legal < 0.46
     assert draw(7) == draw(7) != draw(8)
     assert len(draw(0, init="model")["legal"]) < 0.2 * 96 < len(draw(0)["legal"])  # it knows the rules already
 
 
-def test_what_is_easy_or_noise_counts_less_and_what_decides_counts_more(draw):
+def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
     draw(0)
     question = rewards.environment_question(positions.Position(FEN, (), (), "e1g1"), random.Random(0), "squares")
     answer = rewards.environment_completion(*question.truth, "squares")
-    moves = ("e1g1", 31), ("f3g5", 1250)
-    policy = rewards.policy_prompt(FEN, "squares"), rewards.policy_completion(FEN, moves, "squares")
-    inputs, places, targets, weights = pretrain.tokenize([(question.prompt, answer), policy])
+    inputs, places, targets, weights = pretrain.tokenize([(question.prompt, answer), ("P: x", "M: y")])
     assert inputs.shape == (2, 224) and places[0] == 127 and inputs[0, 128] == targets[0]
     n = len(pretrain.tokenizer.encode(answer)) + 1
     changed = {i for i in range(71) if answer[i] != expand_board(FEN)[i]}
@@ -119,9 +117,7 @@ def test_what_is_easy_or_noise_counts_less_and_what_decides_counts_more(draw):
     assert counts.pop(pretrain.DECISIVE_WEIGHT) == move | clock
     assert counts.pop(1) == (changed - move) | {*range(71, n)} - clock
     assert counts == {np.float32(pretrain.UNCHANGED_WEIGHT): {*range(71)} - changed}
-    said = {w: pretrain.tokenizer.decode(targets[n:][weights[n:] == w]) for w in set(weights[n:].tolist())}
-    evaluations = float(np.float32(pretrain.EVALUATION_WEIGHT))
-    assert said == {1: "M: e1g1 f3g5 E: B: ", evaluations: "0.31 12.5 ", pretrain.DECISIVE_WEIGHT: "f3g5"}
+    assert set(weights[n:]) == {1} and pretrain.tokenizer.decode(targets[n:]) == "M: y"
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):

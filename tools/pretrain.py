@@ -35,14 +35,13 @@ from nanorook.stockfish import CANDIDATES, MATE
 from nanorook.tokenizer import Tokenizer
 from tools.evaluate import sample_and_grade
 
-RARE = 0.4  # share of texts about boards of rare_kinds(), which games seldom show
+RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
 ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
 LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.12, 4000  # share of texts that list legal moves: at first, after these steps
 ENVIRONMENT = 0.4  # share of the environment's among the other texts
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
-EVALUATION_WEIGHT = 0.3  # on evaluations, whose last digits are noise
-DECISIVE_WEIGHT = 5.0  # on the best move, and on decisive()
+DECISIVE_WEIGHT = 5.0  # on the few tokens that decisive() names
 WARMUP = 100  # steps in which the learning rate rises
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 TOKENIZERS = {"squares": Tokenizer.squares, "bytes": Tokenizer.of_bytes, "gpt2": Tokenizer.gpt2}
@@ -122,8 +121,8 @@ def rare_kinds(labelled):
         [p for p in labelled if any(len(uci) == 5 for uci, _ in p.moves)],  # promotions
         [p for p in labelled if p.fen.split(" ")[3] != "-"],  # en passant
         [p for p in labelled if len(p.moves) < CANDIDATES],  # checks, and the last kings and pawns
+        [p for p in labelled if chess.Board(p.fen).is_check()],
     ]
-    kinds += 3 * [[p for p in labelled if chess.Board(p.fen).is_check()]]  # the hardest
     return [kind for kind in kinds if kind]
 
 
@@ -157,15 +156,10 @@ def tokenize(texts):
         ids, start = (p + c)[: S + 1], len(p) - 1
         inputs[i, : len(ids) - 1] = ids[:-1]
         targets[i, start : len(ids) - 1] = ids[len(p) :]
-        if text_format not in FIXED_PLACES:
-            continue
-        if p[0] == ord("A"):
+        if p[0] == ord("A") and text_format in FIXED_PLACES:
             unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
             weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
             weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
-        if p[0] == ord("P"):
-            e, b = c.index(ord("E")), c.index(ord("B"))
-            weights[i, start + e + 3 : start + b], weights[i, start + b + 3 :] = EVALUATION_WEIGHT, DECISIVE_WEIGHT
     places = np.flatnonzero(targets >= 0)
     return inputs, places, targets.ravel()[places], weights.ravel()[places]
 
