@@ -170,7 +170,7 @@ def place_on_board(square):
 
 def decisive(prompt, answer):
     """The few tokens of an environment's answer that a rule decides: the squares of the move, which tell whether it was
-    legal, and the clock of the 50-move rule, which was wrong after a quarter of legal moves without it."""
+    legal, and the clock of the 50-move rule, which at weight 1 stayed wrong after a quarter of legal moves."""
     move, fields = prompt.split("+")[1], answer.split("+")[0].split(" ")
     squares = [place_on_board(chess.parse_square(name)) for name in (move[:2], move[2:4])]
     clock = len(tokenizer.encode(" ".join(fields[:4]) + " "))
