@@ -42,6 +42,7 @@ LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.12, 4000  # share of texts that list leg
 ENVIRONMENT = 0.4  # share of the environment's among the other texts
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
 DECISIVE_WEIGHT = 5.0  # on the few tokens that decisive() names
+LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see go_on()
 WARMUP = 100  # steps in which the learning rate rises
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 TOKENIZERS = {"squares": Tokenizer.squares, "bytes": Tokenizer.of_bytes, "gpt2": Tokenizer.gpt2}
@@ -147,21 +148,29 @@ class Batches(Dataset):
 
 
 def tokenize(texts):
-    """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,)."""
+    """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,), the
+    rows (M,) of these K that are tokens of moves, the tokens that are legal there (M, V)."""
     rows = [(tokenizer.encode(prompt), tokenizer.encode(answer) + [tokenizer.eos]) for prompt, answer in texts]
     S = min(n_positions, -(-max(len(p) + len(c) - 1 for p, c in rows) // BUCKET) * BUCKET)
     inputs, targets = np.zeros((len(texts), S), dtype=np.int64), np.full((len(texts), S), -1)
-    weights = np.ones((len(texts), S), dtype=np.float32)
+    weights, legal = np.ones((len(texts), S), dtype=np.float32), []
     for i, (p, c) in enumerate(rows):
         ids, start = (p + c)[: S + 1], len(p) - 1
         inputs[i, : len(ids) - 1] = ids[:-1]
         targets[i, start : len(ids) - 1] = ids[len(p) :]
-        if p[0] == ord("A") and text_format in FIXED_PLACES:
+        if text_format not in FIXED_PLACES:
+            continue
+        if p[0] == ord("A"):
             unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
             weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
-            weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
-    places = np.flatnonzero(targets >= 0)
-    return inputs, places, targets.ravel()[places], weights.ravel()[places]
+        else:
+            legal += [(i * S + start + place, tokens) for place, tokens in go_on(*texts[i])]
+        weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
+    places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
+    for row, (_, tokens) in zip(allowed, legal):
+        row[tokens] = True
+    moves = np.searchsorted(places, np.array([place for place, _ in legal], dtype=np.int64))
+    return inputs, places, targets.ravel()[places], weights.ravel()[places], moves, allowed
 
 
 def place_on_board(square):
@@ -169,12 +178,29 @@ def place_on_board(square):
 
 
 def decisive(prompt, answer):
-    """The few tokens of an environment's answer that a rule decides: the squares of the move, which tell whether it was
-    legal, and the clock of the 50-move rule, which at weight 1 stayed wrong after a quarter of legal moves."""
+    """The few tokens that the rest decides. Of an environment's answer the squares of the move, which tell whether it was
+    legal, and the clock of the 50-move rule, which at weight 1 stayed wrong after a quarter of legal moves. Of a policy's
+    the best move, which its evaluations name."""
+    if not prompt.startswith("A: "):
+        end, best = len(tokenizer.encode(answer)), answer.partition("B: ")[2]
+        return range(end - len(tokenizer.encode(best)), end)
     move, fields = prompt.split("+")[1], answer.split("+")[0].split(" ")
     squares = [place_on_board(chess.parse_square(name)) for name in (move[:2], move[2:4])]
     clock = len(tokenizer.encode(" ".join(fields[:4]) + " "))
     return *squares, *range(clock, clock + len(fields[4]))
+
+
+def go_on(prompt, answer):
+    """(place in the answer, tokens with which a legal move that is not listed yet goes on) for the moves that it lists.
+    A text shows one of thirty legal moves; the loss on the sum of all that is not legal says the rule itself."""
+    board = chess.Board(positions.contract_board(prompt[3:].strip()))
+    legal = [tokenizer.encode(move.uci()) for move in board.legal_moves]
+    listed, place = answer.removeprefix("M: ").partition(" E:")[0], len(answer) - len(answer.removeprefix("M: "))
+    for move in map(tokenizer.encode, listed.split(" ")):
+        for k in range(len(move)):
+            yield place + k, [other[k] for other in legal if other[:k] == move[:k] and len(other) > k]
+        legal.remove(move)
+        place += len(move) + 1
 
 
 def start_worker(number):
@@ -307,14 +333,17 @@ def main():
     workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": list}
     workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's globals
     for batch in DataLoader(Batches(), None, sampler=range(step, args.steps), **workers):
-        rate, normalizer, losses = schedule(step), float(sum(weights.sum() for *_, weights in batch)), []
+        rate, normalizer, losses = schedule(step), float(sum(weights.sum() for _, _, _, weights, *_ in batch)), []
         for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
             optimizer.param_groups[0]["lr"] = lr * rate
         for arrays in batch:
-            tokens, places, targets, weights = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+            arrays = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+            tokens, places, targets, weights, moves, allowed = arrays
             logits = model.head(forward(model, tokens).flatten(0, 1).index_select(0, places))  # none where no loss is
-            loss = F.cross_entropy(logits.float(), targets, reduction="none")
-            ((loss * weights).sum() / normalizer).backward()
+            logits = logits.float().log_softmax(-1)  # (K, V)
+            loss = F.nll_loss(logits, targets, reduction="none")
+            illegal = -logits[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1)  # (M,)
+            (((loss * weights).sum() + LEGAL_WEIGHT * illegal.sum()) / normalizer).backward()
             losses.append(loss.detach().mean())
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             for optimizer in optimizers:
