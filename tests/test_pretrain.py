@@ -107,7 +107,9 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
     draw(0)
     question = rewards.environment_question(positions.Position(FEN, (), (), "e1g1"), random.Random(0), "squares")
     answer = rewards.environment_completion(*question.truth, "squares")
-    inputs, places, targets, weights = pretrain.tokenize([(question.prompt, answer), ("P: x", "M: y")])
+    policy = positions.Position(FEN, (), (("e1g1", 20), ("d1d3", 90)), None)
+    other = pretrain.policy_text(policy, random.Random(0), "squares")
+    inputs, places, targets, weights, *_ = pretrain.tokenize([(question.prompt, answer), other])
     assert inputs.shape == (2, 224) and places[0] == 127 and inputs[0, 128] == targets[0]
     n = len(pretrain.tokenizer.encode(answer)) + 1
     changed = {i for i in range(71) if answer[i] != expand_board(FEN)[i]}
@@ -117,7 +119,32 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
     assert counts.pop(pretrain.DECISIVE_WEIGHT) == move | clock
     assert counts.pop(1) == (changed - move) | {*range(71, n)} - clock
     assert counts == {np.float32(pretrain.UNCHANGED_WEIGHT): {*range(71)} - changed}
-    assert set(weights[n:]) == {1} and pretrain.tokenizer.decode(targets[n:]) == "M: y"
+    text, best = targets[n:], slice(-3, -1)  # two squares and the end
+    assert pretrain.tokenizer.decode(text).endswith("B: d1d3") and pretrain.tokenizer.decode(text[best]) == "d1d3"
+    assert set(weights[n:][best]) == {pretrain.DECISIVE_WEIGHT} and set(weights[n:][:-3]) == {1} == {weights[-1]}
+
+
+@pytest.mark.parametrize("text_format", ["squares", "expanded"])
+def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_lists_moves(draw, text_format):
+    """At each token of a move: the tokens with which some move that is legal, and not listed before, goes on."""
+    tokens_of = {}
+    for task, texts in draw(4000, text_format, rows=32).items():
+        _, places, targets, _, moves, allowed = pretrain.tokenize(texts)
+        assert allowed.shape == (len(moves), pretrain.tokenizer.vocab_size)
+        assert (len(moves) > 0) == (task != "environment") and allowed[range(len(moves)), targets[moves]].all()
+        tokens_of[task] = pretrain.tokenizer.decode(targets[moves]) if len(moves) else ""
+        assert tokens_of[task] == "".join(
+            "".join(answer.removeprefix("M: ").partition(" E:")[0].split()) for _, answer in texts if task != "environment"
+        )
+    fen, name = "8/P6k/8/8/8/8/8/K7 w - - 0 1", pretrain.tokenizer.decode
+    prompt = rewards.policy_prompt(fen, text_format)
+    said = [(place, {name([t]) for t in tokens}) for place, tokens in pretrain.go_on(prompt, "M: a7a8n a1b1 E: 1 2 B: a1b1")]
+    if text_format == "squares":
+        first, second = [{"a7", "a1"}, {"a8"}, set("qrbn")], [{"a7", "a1"}, {"a2", "b1", "b2"}]
+        assert said == [*enumerate(first, 3), *enumerate(second, 7)]
+    else:
+        first, second = [{"a"}, {"7", "1"}, {"a"}, {"8"}, set("qrbn")], [{"a"}, {"7", "1"}, {"a", "b"}, {"1", "2"}]
+        assert said == [*enumerate(first, 3), *enumerate(second, 9)]
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
@@ -149,7 +176,7 @@ def test_a_resumed_run_on_a_gpu_does_not_wait_for_step_counters(run, few, monkey
         run("m", *arguments, "--steps", 3, at=steps)
         run("m", *arguments, "--steps", 6, at=steps)
     assert "torch.compile is left out: apt install gcc" in capsys.readouterr().out
-    assert waits[2] - waits[1] == waits[5] - waits[4] == 14  # twelve arrays sent; whether the gradient is finite
+    assert waits[2] - waits[1] == waits[5] - waits[4] == 20  # eighteen arrays sent; whether the gradient is finite
 
 
 def test_learning_rates_rise_are_held_and_fall_to_zero_at_the_end(monkeypatch):
@@ -167,7 +194,7 @@ def test_it_learns(run, few, monkeypatch):
     monkeypatch.setattr(pretrain, "WARMUP", 5)
     model = GPT.load(run("m", "--data", few, "--steps", 80, "--eval-every", 1000, "--lr", 0.01, "--lr-matrix", 0.03))
     texts = [pretrain.policy_text(p, random.Random(0), "squares") for p in positions.split(positions.load(few))[0]]
-    inputs, places, targets, _ = map(torch.from_numpy, pretrain.tokenize(texts))
+    inputs, places, targets, *_ = map(torch.from_numpy, pretrain.tokenize(texts))
     assert len(texts) == 10 and torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1)[places], targets) < 2.5
 
 
