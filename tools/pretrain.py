@@ -39,7 +39,8 @@ RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom 
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
 ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
 LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.12, 4000  # share of texts that list legal moves: at first, after these steps
-ENVIRONMENT = 0.4  # share of the environment's among the other texts
+ENVIRONMENT = 0.5  # share of the environment's among the other texts
+ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide each token, where a policy's moves and numbers are half chance
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
 DECISIVE_WEIGHT = 5.0  # on the few tokens that decisive() names
 LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see go_on()
@@ -167,9 +168,13 @@ def tokenize(texts):
         if p[0] == ord("A"):
             unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
             weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
-        else:
-            legal += [(i * S + start + place, tokens) for place, tokens in go_on(*texts[i])]
         weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
+        if p[0] == ord("A"):
+            weights[i] *= ENVIRONMENT_WEIGHT
+        for place, tokens in go_on(*texts[i]):
+            weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is no target itself
+            targets[i, place] = ids[place + 1]
+            legal.append((i * S + place, tokens))
     places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
     for row, (_, tokens) in zip(allowed, legal):
         row[tokens] = True
@@ -195,15 +200,20 @@ def decisive(prompt, answer):
 
 
 def go_on(prompt, answer):
-    """(place in the answer, tokens with which a legal move that is not listed yet goes on) for the moves that it lists.
+    """(place, tokens with which a legal move that was not listed before goes on) at each token of a text's moves.
     A text shows one of thirty legal moves; the loss on the sum of all that is not legal says the rule itself."""
-    board = chess.Board(positions.contract_board(prompt[3:].strip()))
+    board = chess.Board(positions.contract_board(prompt[3:].partition("+")[0].strip()))
     legal = [tokenizer.encode(move.uci()) for move in board.legal_moves]
-    listed, place = answer.removeprefix("M: ").partition(" E:")[0], len(answer) - len(answer.removeprefix("M: "))
+    if prompt.startswith("A: "):
+        before, listed = prompt.partition("+")[0] + "+", prompt.split("+")[1]
+    else:
+        before, listed = prompt + "M: " * answer.startswith("M: "), answer.removeprefix("M: ").partition(" E:")[0]
+    place = len(tokenizer.encode(before)) - 1  # a token is predicted at the one before it
     for move in map(tokenizer.encode, listed.split(" ")):
         for k in range(len(move)):
-            yield place + k, [other[k] for other in legal if other[:k] == move[:k] and len(other) > k]
-        legal.remove(move)
+            if tokens := [other[k] for other in legal if other[:k] == move[:k] and len(other) > k]:
+                yield place + k, tokens
+        legal = [other for other in legal if other != move]
         place += len(move) + 1
 
 
