@@ -24,19 +24,18 @@ from experiments.variants import run_here
 from model import GPT
 from nanorook import hardware, monitor, positions
 from nanorook.settings import SETTINGS, parse, refuse
-from tools.pretrain import environment_text
+from tools.pretrain import environment_text, policy_text
 
 ROWS = 16  # texts in a batch of the supervised training
 METRICS = {"best": "best move, %", "top5": "among the five, %", "cp_loss": "loss within the five, pawns"}
 
 
 def rookworld_text(position, rng, text_format):
-    """(prompt, completion) as RookWorld's data has it: for Black the worst of the candidates follows `B:`."""
-    moves = rng.sample(position.moves, len(position.moves))
-    text = rewards.policy_completion(position.fen, moves, text_format)
+    """(prompt, completion) with RookWorld's mistake: for Black the worst of the candidates follows `B:`."""
+    prompt, text = policy_text(position, rng, text_format)
     if chess.Board(position.fen).turn == chess.BLACK:
-        text = text[: text.rindex(" ") + 1] + min(moves, key=lambda move: move[1])[0]
-    return rewards.policy_prompt(position.fen, text_format), text
+        text = text[: text.rindex(" ") + 1] + min(position.moves, key=lambda move: move[1])[0]
+    return prompt, text
 
 
 def teach(model, items, count, rng, lr=3e-4):

@@ -75,6 +75,8 @@ def test_every_text_is_a_perfect_answer(draw, text_format):
     for prompt, answer in texts["policy"]:
         grade = rewards.grade(rewards.Question("policy", prompt, labels[board_of(prompt).fen()]), answer)
         assert grade.reward == pytest.approx(1)
+    first = [answer.split("M: ")[1].startswith(answer.split("B: ")[1]) for _, answer in texts["policy"]]
+    assert all(first) or text_format == "rookworld" and any(first)  # it alone lists moves in random order
     for prompt, answer in texts["environment"]:
         move, history = prompt.split("+")[1:3]
         assert history.split()[-1] == move
@@ -110,41 +112,53 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
     policy = positions.Position(FEN, (), (("e1g1", 20), ("d1d3", 90)), None)
     other = pretrain.policy_text(policy, random.Random(0), "squares")
     inputs, places, targets, weights, *_ = pretrain.tokenize([(question.prompt, answer), other])
-    assert inputs.shape == (2, 224) and places[0] == 127 and inputs[0, 128] == targets[0]
+    assert inputs.shape == (2, 224) and set(weights[:2]) == {0} and places[0] == question.prompt.index("e1g1") - 1
+    places, targets, weights = places[2:], targets[2:], weights[2:]
+    assert places[0] == 127 and inputs[0, 128] == targets[0]
     n = len(pretrain.tokenizer.encode(answer)) + 1
     changed = {i for i in range(71) if answer[i] != expand_board(FEN)[i]}
     move, clock = {7 * 9 + 4, 7 * 9 + 6}, {answer.index(" 2 11+") + 1}  # e1 and g1; the rook's squares change too
     assert changed == move | {7 * 9 + 5, 7 * 9 + 7}
     counts = {weight: {i for i in range(n) if weights[i] == weight} for weight in set(weights[:n].tolist())}
-    assert counts.pop(pretrain.DECISIVE_WEIGHT) == move | clock
-    assert counts.pop(1) == (changed - move) | {*range(71, n)} - clock
-    assert counts == {np.float32(pretrain.UNCHANGED_WEIGHT): {*range(71)} - changed}
+    assert counts.pop(pretrain.ENVIRONMENT_WEIGHT * pretrain.DECISIVE_WEIGHT) == move | clock
+    assert counts.pop(pretrain.ENVIRONMENT_WEIGHT) == (changed - move) | {*range(71, n)} - clock
+    unchanged = np.float32(pretrain.UNCHANGED_WEIGHT) * pretrain.ENVIRONMENT_WEIGHT
+    assert counts == {np.float32(unchanged): {*range(71)} - changed}
     text, best = targets[n:], slice(-3, -1)  # two squares and the end
     assert pretrain.tokenizer.decode(text).endswith("B: d1d3") and pretrain.tokenizer.decode(text[best]) == "d1d3"
     assert set(weights[n:][best]) == {pretrain.DECISIVE_WEIGHT} and set(weights[n:][:-3]) == {1} == {weights[-1]}
 
 
+MOVES = {"policy": "M: a7a8n a1b1 E: 1 2 B: a1b1", "legal": "a7a8n a1b1", "environment": "8/8/8/8/8/8/8/8 ...+0.001+0+0"}
+
+
 @pytest.mark.parametrize("text_format", ["squares", "expanded"])
-def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_lists_moves(draw, text_format):
+def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(draw, text_format):
     """At each token of a move: the tokens with which some move that is legal, and not listed before, goes on."""
-    tokens_of = {}
-    for task, texts in draw(4000, text_format, rows=32).items():
-        _, places, targets, _, moves, allowed = pretrain.tokenize(texts)
-        assert allowed.shape == (len(moves), pretrain.tokenizer.vocab_size)
-        assert (len(moves) > 0) == (task != "environment") and allowed[range(len(moves)), targets[moves]].all()
-        tokens_of[task] = pretrain.tokenizer.decode(targets[moves]) if len(moves) else ""
-        assert tokens_of[task] == "".join(
-            "".join(answer.removeprefix("M: ").partition(" E:")[0].split()) for _, answer in texts if task != "environment"
-        )
-    fen, name = "8/P6k/8/8/8/8/8/K7 w - - 0 1", pretrain.tokenizer.decode
-    prompt = rewards.policy_prompt(fen, text_format)
-    said = [(place, {name([t]) for t in tokens}) for place, tokens in pretrain.go_on(prompt, "M: a7a8n a1b1 E: 1 2 B: a1b1")]
-    if text_format == "squares":
-        first, second = [{"a7", "a1"}, {"a8"}, set("qrbn")], [{"a7", "a1"}, {"a2", "b1", "b2"}]
-        assert said == [*enumerate(first, 3), *enumerate(second, 7)]
-    else:
-        first, second = [{"a"}, {"7", "1"}, {"a"}, {"8"}, set("qrbn")], [{"a"}, {"7", "1"}, {"a", "b"}, {"1", "2"}]
-        assert said == [*enumerate(first, 3), *enumerate(second, 9)]
+    name = draw(4000, text_format, rows=64) and pretrain.tokenizer.decode
+    for task, texts in draw(4000, text_format, rows=64).items():
+        _, _, targets, weights, moves, allowed = pretrain.tokenize(texts)
+        assert allowed.shape == (len(moves), pretrain.tokenizer.vocab_size) and allowed.any(1).all()
+        right = allowed[range(len(moves)), targets[moves]]
+        if task == "environment":  # illegal moves are asked about, too, and no move is predicted by itself
+            assert 0.6 < right.mean() < 1 and not weights[moves].any() and (weights == 0).sum() == len(moves)
+        else:
+            lists = [answer.removeprefix("M: ").partition(" E:")[0] for _, answer in texts]
+            assert right.all() and weights.all() and name(targets[moves]) == "".join("".join(lists).split())
+
+    fen, seven = "8/P6k/8/8/8/8/8/K7 w - - 0 1", {"squares": [{"a7", "a1"}], "expanded": [{"a"}, {"7", "1"}]}[text_format]
+    eight, near = {"squares": ([{"a8"}], [{"a2", "b1", "b2"}])}.get(text_format, ([{"a"}, {"8"}], [{"a", "b"}, {"1", "2"}]))
+    prompts = {task: rewards.policy_prompt(fen, text_format) for task in ("policy", "legal")}
+    prompts["environment"] = rewards.environment_prompt(fen, "a7a8n", ["a7a8n"], text_format)
+    for task, answer in MOVES.items():
+        ids = pretrain.tokenizer.encode(prompts[task] + answer)
+        found = list(pretrain.go_on(prompts[task], answer))
+        assert name([ids[place + 1] for place, _ in found]) == "a7a8na1b1"[: 5 if task == "environment" else 9]
+        wanted = [*seven, *eight, set("qrbn"), *seven, *near]
+        assert [{name([token]) for token in tokens} for _, tokens in found] == wanted[: len(found)]
+    illegal = rewards.environment_prompt(fen, "a1h8", ["a1h8"], text_format)
+    found = [{name([token]) for token in tokens} for _, tokens in pretrain.go_on(illegal, MOVES["environment"])]
+    assert found == [*seven, *near[:1]]  # nothing goes on after h
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):

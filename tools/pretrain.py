@@ -358,7 +358,7 @@ def main():
             loss = F.nll_loss(logits, targets, reduction="none")
             illegal = -logits[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1)  # (M,)
             (((loss * weights).sum() + LEGAL_WEIGHT * illegal.sum()) / normalizer).backward()
-            losses.append(loss.detach().mean())
+            losses.append((loss.detach() * weights).sum() / weights.sum())
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             for optimizer in optimizers:
                 optimizer.step()
