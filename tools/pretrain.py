@@ -38,7 +38,8 @@ from tools.evaluate import sample_and_grade
 RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
 ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
-LEGAL, LEGAL_END, LEGAL_STEPS = 0.68, 0.12, 4000  # share of texts that list legal moves: at first, after these steps
+LEGAL, LEGAL_STEPS = 0.56, 4000  # share of texts that list legal moves: at first; none after these steps
+JUDGE = 0.12  # share of texts that mark moves as legal or not
 ENVIRONMENT = 0.5  # share of the environment's among the other texts
 ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide each token, where a policy's moves and numbers are half chance
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
@@ -115,7 +116,16 @@ def legal_text(position, rng, text_format):
     return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
 
 
-TASKS = {"policy": policy_text, "environment": environment_text, "legal": legal_text}
+def judge_text(position, rng, text_format):
+    """Each of 16 moves with a mark, + where it is legal. An environment's text judges one, and lacks practice."""
+    board = chess.Board(position.fen)
+    legal = [move.uci() for move in board.legal_moves]
+    moves = [rng.choice(legal) if rng.random() < 0.5 else positions.illegal_move(board, rng).uci() for _ in range(16)]
+    prompt = rewards.write_prompt("J: ", rewards.write_fen(position.fen, text_format), text_format)
+    return prompt, " ".join(f"{move}{'+' if move in legal else '-'}" for move in moves)
+
+
+TASKS = {"policy": policy_text, "environment": environment_text, "judge": judge_text, "legal": legal_text}
 
 
 def rare_kinds(labelled):
@@ -134,17 +144,17 @@ def rare_kinds(labelled):
 
 def draw_texts(step):
     rng, unit = random.Random(f"{args.seed}/{step}"), max(1, args.rows // 32)  # few numbers of rows are few shapes
-    done = 1 if args.init else min(1, step / LEGAL_STEPS)  # a model that is taught further knows the rules
-    share = LEGAL + (LEGAL_END - LEGAL) * done
-    legal = round(share * args.rows / unit) * unit
-    environment = round(ENVIRONMENT * (args.rows - legal) / unit) * unit
+    left = 0 if args.init else max(0, 1 - step / LEGAL_STEPS)  # a model that is taught further knows the rules
+    legal, judge = (round(share * args.rows / unit) * unit for share in (LEGAL * left, JUDGE))
+    environment = round(ENVIRONMENT * (args.rows - legal - judge) / unit) * unit
 
     def draw():
         position = rng.choice(rng.choice(rare) if rare and rng.random() < RARE else labelled)
         return positions.mirror(position) if rng.random() < 0.5 else position
 
-    rows = {"policy": args.rows - legal - environment, "environment": environment, "legal": legal}
-    return {task: [TASKS[task](draw(), rng, text_format) for _ in range(rows[task])] for task in TASKS}
+    rows = {"environment": environment, "judge": judge, "legal": legal}
+    rows = {"policy": args.rows - sum(rows.values())} | rows
+    return {task: [TASKS[task](draw(), rng, text_format) for _ in range(rows[task])] for task in TASKS if rows[task]}
 
 
 class Batches(Dataset):
@@ -168,6 +178,8 @@ def tokenize(texts):
         if p[0] == ord("A"):
             unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
             weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
+        if p[0] == ord("J"):
+            weights[i] = 0  # but for the marks
         weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
         if p[0] == ord("A"):
             weights[i] *= ENVIRONMENT_WEIGHT
@@ -175,6 +187,9 @@ def tokenize(texts):
             weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is no target itself
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
+        if p[0] == ord("A"):  # its move is followed by a mark, too, in place of what separates it from the history
+            place = len(tokenizer.encode("+".join(texts[i][0].split("+")[:2]))) - 1
+            targets[i, place], weights[i, place] = ord("+" if texts[i][1].endswith("+0") else "-"), DECISIVE_WEIGHT
     places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
     for row, (_, tokens) in zip(allowed, legal):
         row[tokens] = True
@@ -189,7 +204,9 @@ def place_on_board(square):
 def decisive(prompt, answer):
     """The few tokens that the rest decides. Of an environment's answer the squares of the move, which tell whether it was
     legal, and the clock of the 50-move rule, which at weight 1 stayed wrong after a quarter of legal moves. Of a policy's
-    the best move, which its evaluations name."""
+    the best move, which its evaluations name. Of a judge's all marks."""
+    if prompt.startswith("J: "):
+        return [len(tokenizer.encode(answer[:i])) for i, mark in enumerate(answer) if mark in "+-"]
     if not prompt.startswith("A: "):
         end, best = len(tokenizer.encode(answer)), answer.partition("B: ")[2]
         return range(end - len(tokenizer.encode(best)), end)
@@ -202,6 +219,8 @@ def decisive(prompt, answer):
 def go_on(prompt, answer):
     """(place, tokens with which a legal move that was not listed before goes on) at each token of a text's moves.
     A text shows one of thirty legal moves; the loss on the sum of all that is not legal says the rule itself."""
+    if prompt.startswith("J: "):
+        return
     board = chess.Board(positions.contract_board(prompt[3:].partition("+")[0].strip()))
     legal = [tokenizer.encode(move.uci()) for move in board.legal_moves]
     if prompt.startswith("A: "):
