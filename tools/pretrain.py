@@ -3,8 +3,9 @@
 python -m tools.pretrain out/mine --steps 30000                              on a CPU, in many hours
 python -m tools.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU with 16 cores
 
-A third task, all legal moves of a position, teaches the rules much faster than five candidates do; it starts as most
-of the mix and fades. A batch is a pure function of the seed and the step, so a resumed run sees the same batches.
+Two tasks more teach the rules: to list the legal moves of a position (L:), which starts as most of the mix and fades,
+and to mark moves as legal or not (J:). A batch is a pure function of the seed and the step, so a resumed run sees the
+same batches.
 """
 
 import argparse
@@ -43,7 +44,7 @@ JUDGE = 0.12  # share of texts that mark moves as legal or not
 ENVIRONMENT = 0.5  # share of the environment's among the other texts
 ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide each token, where a policy's moves and numbers are half chance
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
-DECISIVE_WEIGHT = 5.0  # on the few tokens that decisive() names
+DECISIVE_WEIGHT = 5.0  # on the few tokens of an answer that matter most, see weigh()
 LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see go_on()
 WARMUP = 100  # steps in which the learning rate rises
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
@@ -117,7 +118,7 @@ def legal_text(position, rng, text_format):
 
 
 def judge_text(position, rng, text_format):
-    """Each of 16 moves with a mark, + where it is legal. An environment's text judges one, and lacks practice."""
+    """16 moves, each with a mark, + where it is legal: practice for the environment, whose texts judge a move each."""
     board = chess.Board(position.fen)
     legal = [move.uci() for move in board.legal_moves]
     moves = [rng.choice(legal) if rng.random() < 0.5 else positions.illegal_move(board, rng).uci() for _ in range(16)]
@@ -145,7 +146,8 @@ def rare_kinds(labelled):
 def draw_texts(step):
     rng, unit = random.Random(f"{args.seed}/{step}"), max(1, args.rows // 32)  # few numbers of rows are few shapes
     left = 0 if args.init else max(0, 1 - step / LEGAL_STEPS)  # a model that is taught further knows the rules
-    legal, judge = (round(share * args.rows / unit) * unit for share in (LEGAL * left, JUDGE))
+    marks = JUDGE if text_format in FIXED_PLACES else 0  # elsewhere the random moves before them would be targets, too
+    legal, judge = (round(share * args.rows / unit) * unit for share in (LEGAL * left, marks))
     environment = round(ENVIRONMENT * (args.rows - legal - judge) / unit) * unit
 
     def draw():
@@ -159,7 +161,7 @@ def draw_texts(step):
 
 class Batches(Dataset):
     def __getitem__(self, step):
-        return [tokenize(texts) for texts in draw_texts(step).values()]
+        return {task: tokenize(texts) for task, texts in draw_texts(step).items()}
 
 
 def tokenize(texts):
@@ -175,21 +177,15 @@ def tokenize(texts):
         targets[i, start : len(ids) - 1] = ids[len(p) :]
         if text_format not in FIXED_PLACES:
             continue
-        if p[0] == ord("A"):
-            unchanged = np.equal(p[3:74], c[:71])  # a board is 71 tokens: 64 squares, 7 slashes
-            weights[i, start : start + 71][unchanged] = UNCHANGED_WEIGHT
-        if p[0] == ord("J"):
-            weights[i] = 0  # but for the marks
-        weights[i, [start + place for place in decisive(*texts[i])]] = DECISIVE_WEIGHT
-        if p[0] == ord("A"):
-            weights[i] *= ENVIRONMENT_WEIGHT
-        for place, tokens in go_on(*texts[i]):
+        prompt, answer = texts[i]
+        weights[i, start : start + len(c)] = weigh(prompt, answer)
+        for place, tokens in go_on(prompt, answer):
             weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is no target itself
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
-        if p[0] == ord("A"):  # its move is followed by a mark, too, in place of what separates it from the history
-            place = len(tokenizer.encode("+".join(texts[i][0].split("+")[:2]))) - 1
-            targets[i, place], weights[i, place] = ord("+" if texts[i][1].endswith("+0") else "-"), DECISIVE_WEIGHT
+        if prompt.startswith("A: "):  # behind its move stands a judge's mark, in place of what begins the history
+            place = len(tokenizer.encode("+".join(prompt.split("+")[:2]))) - 1
+            targets[i, place], weights[i, place] = ord("+" if answer.endswith("+0") else "-"), DECISIVE_WEIGHT
     places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
     for row, (_, tokens) in zip(allowed, legal):
         row[tokens] = True
@@ -201,15 +197,26 @@ def place_on_board(square):
     return 9 * (7 - chess.square_rank(square)) + chess.square_file(square)  # 9: a slash ends a rank
 
 
+def weigh(prompt, answer):
+    """The weight of each token of an answer and of the end token."""
+    weights = np.ones(len(tokenizer.encode(answer)) + 1, dtype=np.float32)
+    if prompt.startswith("J: "):  # the marks alone
+        marks = [len(tokenizer.encode(answer[:i])) for i, character in enumerate(answer) if character in "+-"]
+        weights[:] = 0
+        weights[marks] = DECISIVE_WEIGHT
+    elif prompt.startswith("P: "):  # the best move, which repeats the first
+        weights[-1 - len(tokenizer.encode(answer.partition("B: ")[2])) : -1] = DECISIVE_WEIGHT
+    elif prompt.startswith("A: "):
+        unchanged = [a == b for a, b in zip(prompt[3:74], answer[:71])]  # 71 tokens: 64 squares, 7 slashes
+        weights[:71][unchanged] = UNCHANGED_WEIGHT
+        weights[list(decisive(prompt, answer))] = DECISIVE_WEIGHT
+        weights *= ENVIRONMENT_WEIGHT
+    return weights
+
+
 def decisive(prompt, answer):
-    """The few tokens that the rest decides. Of an environment's answer the squares of the move, which tell whether it was
-    legal, and the clock of the 50-move rule, which at weight 1 stayed wrong after a quarter of legal moves. Of a policy's
-    the best move, which its evaluations name. Of a judge's all marks."""
-    if prompt.startswith("J: "):
-        return [len(tokenizer.encode(answer[:i])) for i, mark in enumerate(answer) if mark in "+-"]
-    if not prompt.startswith("A: "):
-        end, best = len(tokenizer.encode(answer)), answer.partition("B: ")[2]
-        return range(end - len(tokenizer.encode(best)), end)
+    """The few tokens of an environment's answer that a rule decides: the squares of the move, which tell whether it was
+    legal, and the clock of the 50-move rule, which at weight 1 stayed wrong after a quarter of legal moves."""
     move, fields = prompt.split("+")[1], answer.split("+")[0].split(" ")
     squares = [place_on_board(chess.parse_square(name)) for name in (move[:2], move[2:4])]
     clock = len(tokenizer.encode(" ".join(fields[:4]) + " "))
@@ -363,13 +370,14 @@ def main():
 
     stop = checkpoint.catch_signals()
     bar, last = tqdm(total=args.steps, initial=step, unit="step", smoothing=0.05), time.time()
-    workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": list}
+    workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": dict}
     workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's globals
     for batch in DataLoader(Batches(), None, sampler=range(step, args.steps), **workers):
-        rate, normalizer, losses = schedule(step), float(sum(weights.sum() for _, _, _, weights, *_ in batch)), []
+        rate, losses = schedule(step), {}
+        normalizer = float(sum(weights.sum() for _, _, _, weights, *_ in batch.values()))
         for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
             optimizer.param_groups[0]["lr"] = lr * rate
-        for arrays in batch:
+        for task, arrays in batch.items():
             arrays = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
             tokens, places, targets, weights, moves, allowed = arrays
             logits = model.head(forward(model, tokens).flatten(0, 1).index_select(0, places))  # none where no loss is
@@ -377,7 +385,7 @@ def main():
             loss = F.nll_loss(logits, targets, reduction="none")
             illegal = -logits[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1)  # (M,)
             (((loss * weights).sum() + LEGAL_WEIGHT * illegal.sum()) / normalizer).backward()
-            losses.append((loss.detach() * weights).sum() / weights.sum())
+            losses[task] = (loss.detach() * weights).sum() / weights.sum()
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             for optimizer in optimizers:
                 optimizer.step()
@@ -387,7 +395,7 @@ def main():
         step += 1
         elapsed, last = elapsed + time.time() - last, time.time()
         if step % 10 == 0:
-            bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in zip(TASKS, losses)}, refresh=False)
+            bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
         bar.update()
         if step % args.eval_every == 0 or step == args.steps or stop:
             save()

@@ -119,8 +119,8 @@ def prompt_of(model, board):
 def rank(model, board, moves):
     """{move: log-probability} of each of `moves` as the first one after `M:`, in one batch.
 
-    RookWorld lists the engine's five best moves in random order, so this is a fifth of the probability to be among them.
-    The embedded model lists the best first, so there it is the probability to be the best.
+    RookWorld lists the engine's five best moves in random order, so there this is a fifth of the probability to be
+    among them. The embedded model lists the best first, so there it is the probability to be the best.
     """
     encode, device = model.tokenizer.encode, model.wte.weight.device
     answer = policy_completion(board.fen(), [(moves[0], 0)], chess_format(model.config))
