@@ -135,13 +135,6 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
     assert set(weights[n:][best]) == {pretrain.DECISIVE_WEIGHT} and set(weights[n:][:-3]) == {1} == {weights[-1]}
 
 
-MOVES = {
-    "policy": "M: a7a8n a1b1 E: 1 2 B: a1b1",
-    "legal": "a7a8n a1b1",
-    "environment": "8/8/8/8/8/8/8/8 ...+0.001+0+0",
-}
-
-
 @pytest.mark.parametrize("text_format", ["squares", "expanded"])
 def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(draw, text_format):
     """At each token of a move: the tokens with which some move that is legal, and not listed before, goes on."""
@@ -159,23 +152,22 @@ def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_
             lists = [answer.removeprefix("M: ").partition(" E:")[0] for _, answer in texts]
             assert right.all() and weights.all() and name(targets[moves]) == "".join("".join(lists).split())
 
-    fen, seven = (
-        "8/P6k/8/8/8/8/8/K7 w - - 0 1",
-        {"squares": [{"a7", "a1"}], "expanded": [{"a"}, {"7", "1"}]}[text_format],
-    )
-    eight, near = {"squares": ([{"a8"}], [{"a2", "b1", "b2"}])}.get(
-        text_format, ([{"a"}, {"8"}], [{"a", "b"}, {"1", "2"}])
-    )
+    fen = "8/P6k/8/8/8/8/8/K7 w - - 0 1"
+    if text_format == "squares":
+        seven, eight, near = [{"a7", "a1"}], [{"a8"}], [{"a2", "b1", "b2"}]
+    else:
+        seven, eight, near = [{"a"}, {"7", "1"}], [{"a"}, {"8"}], [{"a", "b"}, {"1", "2"}]
     prompts = {task: rewards.policy_prompt(fen, text_format) for task in ("policy", "legal")}
     prompts["environment"] = rewards.environment_prompt(fen, "a7a8n", ["a7a8n"], text_format)
-    for task, answer in MOVES.items():
+    answers = {"policy": "M: a7a8n a1b1 E: 1 2 B: a1b1", "legal": "a7a8n a1b1", "environment": "..."}
+    for task, answer in answers.items():
         ids = pretrain.tokenizer.encode(prompts[task] + answer)
         found = list(pretrain.go_on(prompts[task], answer))
         assert name([ids[place + 1] for place, _ in found]) == "a7a8na1b1"[: 5 if task == "environment" else 9]
         wanted = [*seven, *eight, set("qrbn"), *seven, *near]
         assert [{name([token]) for token in tokens} for _, tokens in found] == wanted[: len(found)]
     illegal = rewards.environment_prompt(fen, "a1h8", ["a1h8"], text_format)
-    found = [{name([token]) for token in tokens} for _, tokens in pretrain.go_on(illegal, MOVES["environment"])]
+    found = [{name([token]) for token in tokens} for _, tokens in pretrain.go_on(illegal, "...")]
     assert found == [*seven, *near[:1]]  # nothing goes on after h
 
 
