@@ -83,8 +83,8 @@ def make_questions(items, count, rng, config):
 # a prompt has a fixed number of tokens, so that a square always stands at the same place.
 
 WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
-    "expanded": {"P: ": 94, "A: ": 160, "L: ": 94, "J: ": 94},
-    "squares": {"P: ": 92, "A: ": 128, "L: ": 92, "J: ": 92},
+    "expanded": {"P: ": 94, "A: ": 160},
+    "squares": {"P: ": 92, "A: ": 128},
 }
 
 

@@ -138,8 +138,9 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
 @pytest.mark.parametrize("text_format", ["squares", "expanded"])
 def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(draw, text_format):
     """At each token of a move: the tokens with which some move that is legal, and not listed before, goes on."""
-    name = draw(2000, text_format, rows=64) and pretrain.tokenizer.decode
-    for task, texts in draw(2000, text_format, rows=64).items():
+    drawn = draw(2000, text_format, rows=64)
+    name = pretrain.tokenizer.decode
+    for task, texts in drawn.items():
         _, _, targets, weights, moves, allowed = pretrain.tokenize(texts)
         assert allowed.shape == (len(moves), pretrain.tokenizer.vocab_size) and allowed.any(1).all()
         right = allowed[range(len(moves)), targets[moves]]

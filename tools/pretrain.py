@@ -113,7 +113,7 @@ def environment_text(position, rng, text_format):
 
 def legal_text(position, rng, text_format):
     moves = [move.uci() for move in chess.Board(position.fen).legal_moves]
-    prompt = rewards.write_prompt("L: ", rewards.write_fen(position.fen, text_format), text_format)
+    prompt = "L" + rewards.policy_prompt(position.fen, text_format)[1:]
     return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
 
 
@@ -122,7 +122,7 @@ def judge_text(position, rng, text_format):
     board = chess.Board(position.fen)
     legal = [move.uci() for move in board.legal_moves]
     moves = [rng.choice(legal) if rng.random() < 0.5 else positions.illegal_move(board, rng).uci() for _ in range(16)]
-    prompt = rewards.write_prompt("J: ", rewards.write_fen(position.fen, text_format), text_format)
+    prompt = "J" + rewards.policy_prompt(position.fen, text_format)[1:]
     return prompt, " ".join(f"{move}{'+' if move in legal else '-'}" for move in moves)
 
 
@@ -154,8 +154,8 @@ def draw_texts(step):
         position = rng.choice(rng.choice(rare) if rare and rng.random() < RARE else labelled)
         return positions.mirror(position) if rng.random() < 0.5 else position
 
-    rows = {"environment": environment, "judge": judge, "legal": legal}
-    rows = {"policy": args.rows - sum(rows.values())} | rows
+    policy = args.rows - environment - judge - legal
+    rows = {"policy": policy, "environment": environment, "judge": judge, "legal": legal}
     return {task: [TASKS[task](draw(), rng, text_format) for _ in range(rows[task])] for task in TASKS if rows[task]}
 
 
