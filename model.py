@@ -4,8 +4,7 @@ There is no dropout, whatever config.json says: with it policy and reference are
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
-Sizes: B prompts, G rows in a group, N = B·G rows, P prompt tokens, T completion tokens, V vocabulary;
-C = H·D channels in H heads.
+Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
 
 import json
@@ -13,12 +12,12 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 from torch import nn
 
 from nanorook.folder import fetch, read_config, read_weights
@@ -42,11 +41,8 @@ class GPTConfig:
 
 @dataclass
 class Prompt:
-    """The part of the prompts that a group's rows share: keys and values of all tokens but the last.
-
-    The last prompt token is the first token that each row feeds to the model: its output predicts the row's first new
-    token, so nothing but keys and values has to be kept.
-    """
+    """The part of the prompts that a group's rows share: keys and values of all tokens but the last one, which is the
+    first that each row feeds to the model, to predict its first new token."""
 
     keys: list  # one (B, H, P, D) for each layer
     values: list
@@ -78,45 +74,54 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, bias, prompt, cache, at):
+    def forward(self, x, layer, attend):
         (N, S, C), H = x.shape, self.n_head
-        B = N if prompt is None else len(prompt[0])  # without a shared prompt each row is a group of its own
-        q, k, v = self.c_attn(x).view(B, N // B, S, 3, H, C // H).permute(3, 0, 4, 1, 2, 5)  # (B, H, G, S, D)
-        if prompt is None:
-            y = attend(q, k, v, bias)
-        elif cache is None:  # training: each row's keys follow a copy of its prompt's
-            shared = (x[:, :, None].expand(-1, -1, N // B, -1, -1) for x in prompt[:2])
-            y = attend(q, *(torch.cat(pair, 3) for pair in zip(shared, (k, v))), bias)
-        else:  # decoding: S = 1
-            for stored, new in zip(cache, (k, v)):
-                stored[:, :, :, at] = new.to(stored.dtype)
-            y = attend_shared(q.to(cache[0].dtype), *cache, bias, *prompt)
-        return self.c_proj(y.permute(0, 2, 3, 1, 4).reshape(N, S, C)), (k, v)
+        q, k, v = self.c_attn(x).view(N, S, 3, H, C // H).permute(2, 0, 3, 1, 4)  # (N, H, S, D)
+        return self.c_proj(attend(layer, q, k, v).transpose(1, 2).reshape(N, S, C))
 
 
-def attend(q, k, v, bias):
+def attention(q, k, v, bias):
     """Queries (…, S, D) to keys (…, K, D). On a CPU in bf16 this is 1.5 times as fast as the fused kernel."""
-    if q.is_cuda and bias.ndim == 2:  # plain causal attention, G = 1
-        return F.scaled_dot_product_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True)[:, :, None]
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # (…, S, K)
     scores += bias.to(scores.dtype)
     return scores.softmax(-1) @ v
 
 
-def attend_shared(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """One token of each row (B, H, G, 1, D) to its row's keys (B, H, G, K, D) and its group's prompt (B, H, P, D).
+def causal_attention(q, k, v):
+    """Each token (N, H, S, D) to itself and to those before it."""
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attention(q, k, v, causal_bias(q.shape[2], q.device))
 
-    The G rows are G queries to one prompt, one matrix product: decoding is bound by reading memory, so a prompt is
-    read once for its group and not copied for each row.
+
+def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
+    """Tokens of each row (B, H, G, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
+
+    The G·S tokens are queries to one prompt, one matrix product: it is read once for its group and not copied for
+    each row. Decoding is bound by reading memory, and in training copies take longer than short answers themselves.
     """
-    q = q * q.shape[-1] ** -0.5
-    to_prompt = q[:, :, :, 0] @ prompt_k.transpose(-1, -2)  # (B, H, G, P)
+    q, S = q * q.shape[-1] ** -0.5, q.shape[3]
+    to_prompt = q.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·S, P)
     to_prompt += prompt_bias.to(to_prompt.dtype)
-    to_own = q @ k.transpose(-1, -2)  # (B, H, G, 1, K)
+    to_own = q @ k.transpose(-1, -2)  # (B, H, G, S, K)
     to_own += bias.to(to_own.dtype)
-    weights = torch.cat([to_prompt[:, :, :, None], to_own], -1).softmax(-1)
+    weights = torch.cat([to_prompt.unflatten(2, (-1, S)), to_own], -1).softmax(-1)
     to_prompt, to_own = weights.split([prompt_k.shape[2], k.shape[3]], -1)
-    return (to_prompt[:, :, :, 0] @ prompt_v)[:, :, :, None] + to_own @ v
+    return (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (-1, S)) + to_own @ v
+
+
+def causal_bias(S, device):
+    """(S, S), added to scores: -inf where a key follows its query."""
+    return torch.full((S, S), -math.inf, device=device).triu_(1)
+
+
+def grouped(x, B):
+    """Rows (N, H, S, D) as the G rows of B groups (B, H, G, S, D)."""
+    return x.unflatten(0, (B, -1)).transpose(1, 2)
+
+
+def ungrouped(x):
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 class Block(nn.Module):
@@ -128,11 +133,10 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
         self.mlp = nn.ModuleDict({"c_fc": Linear(C, 4 * C), "c_proj": Linear(4 * C, C)})
 
-    def forward(self, x, *context):
-        y, keys_and_values = self.attn(self.ln_1(x), *context)
-        x = x + y
+    def forward(self, x, layer, attend):
+        x = x + self.attn(self.ln_1(x), layer, attend)
         y = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")  # gelu_new
-        return x + self.mlp["c_proj"](y), keys_and_values
+        return x + self.mlp["c_proj"](y)
 
 
 class GPT(nn.Module):
@@ -150,62 +154,82 @@ class GPT(nn.Module):
         self.register_buffer("unembedding", None, persistent=False)  # of a cast() twin; else the head is tied to wte
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if p.is_meta:
-                continue  # load() fills it; and drawing there would import half of torch, for two seconds
+                continue  # load() fills it; normal_ on meta tensors would import much of torch, for two seconds
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
+    # Four ways through the same layers. They differ in what a token attends to: `attend(layer, q, k, v)`, all of them
+    # (N, H, S, D), gives the heads' outputs (N, H, S, D).
+
     def forward(self, tokens):
         """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention."""
-        S = tokens.shape[1]
-        return self.head(self.trunk(tokens, torch.arange(S, device=tokens.device), causal_bias(S, tokens.device))[0])
-
-    def score(self, tokens, lengths, completions):
-        """Training: logits (N, T, V) of each token of `completions` (N, T), whose groups share the prompts
-        `tokens` (B, P)."""
-        (N, T), B, device = completions.shape, len(tokens), tokens.device
-        prompt = self.prefill(tokens, lengths)
-        last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
-        own = causal_bias(T, device).expand(B, 1, 1, T, T)
-        bias = torch.cat([prompt.bias[:, None].expand(B, 1, 1, T, -1), own], -1)  # (B, 1, 1, T, P + T)
-        positions = prompt.lengths.repeat_interleave(N // B)[:, None] + torch.arange(T, device=device)  # (N, T)
-        return self.head(self.trunk(torch.cat([last, completions[:, :-1]], 1), positions, bias, prompt)[0])
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.trunk(tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)))
 
     def prefill(self, tokens, lengths):
         """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
 
         Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
         """
-        tokens = tokens[:, :-1]
-        P, device = tokens.shape[1], tokens.device
-        _, keys, values = self.trunk(tokens, torch.arange(P, device=device), causal_bias(P, device))
-        padding = torch.arange(P, device=device) >= lengths[:, None] - 1  # (B, P)
-        bias = torch.zeros(padding.shape, device=device).masked_fill_(padding, -math.inf)[:, None, None]
-        return Prompt([k[:, :, 0] for k in keys], [v[:, :, 0] for v in values], lengths - 1, bias)
+        tokens, keys, values = tokens[:, :-1], [], []
+
+        def attend(layer, q, k, v):
+            keys.append(k)
+            values.append(v)
+            return causal_attention(q, k, v)
+
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        self.trunk(tokens, positions, attend)
+        padding = positions >= lengths[:, None] - 1  # (B, P)
+        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
+        return Prompt(keys, values, lengths - 1, bias)
+
+    def score(self, tokens, lengths, completions):
+        """Training: logits (N, T, V) of each token of `completions` (N, T), whose groups share the prompts
+        `tokens` (B, P)."""
+        (N, T), B, device = completions.shape, len(tokens), tokens.device
+        prompt = self.prefill(tokens, lengths)
+        bias = causal_bias(T, device)
+
+        def attend(layer, q, k, v):
+            shared = prompt.keys[layer], prompt.values[layer], prompt.bias
+            return ungrouped(shared_attention(grouped(q, B), grouped(k, B), grouped(v, B), bias, *shared))
+
+        last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
+        inputs = torch.cat([last, completions[:, :-1]], 1)
+        return self.head(self.trunk(inputs, self.places(prompt, N, torch.arange(T, device=device)), attend))
 
     def decode(self, tokens, prompt, cache, t):
         """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
 
         On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
         """
-        room = torch.arange(cache.keys[0].shape[3], device=tokens.device)
+        B, room = len(prompt.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
         bias = torch.where(room <= t, 0.0, -math.inf)  # what is not written yet must not be seen
         at = t if torch.is_tensor(t) else slice(t, t + 1)
-        positions = prompt.lengths.repeat_interleave(len(tokens) // len(prompt.lengths))[:, None] + t  # (N, 1)
-        return self.head(self.trunk(tokens, positions, bias, prompt, cache, at)[0])[:, 0]
 
-    def trunk(self, tokens, positions, bias, prompt=None, cache=None, at=None):
-        """Hidden states (N, S, C) of `tokens`, and each layer's keys and values."""
+        def attend(layer, q, k, v):
+            own_k, own_v = cache.keys[layer], cache.values[layer]
+            own_k[:, :, :, at] = grouped(k, B).to(own_k.dtype)
+            own_v[:, :, :, at] = grouped(v, B).to(own_v.dtype)
+            shared = prompt.keys[layer], prompt.values[layer], prompt.bias
+            return ungrouped(shared_attention(grouped(q, B).to(own_k.dtype), own_k, own_v, bias, *shared))
+
+        return self.head(self.trunk(tokens, self.places(prompt, len(tokens), t), attend))[:, 0]
+
+    def places(self, prompt, N, t):
+        """Positions (N, T) of the inputs number `t` after the prompt. A row beyond the last position has ended."""
+        lengths = prompt.lengths.repeat_interleave(N // len(prompt.lengths))[:, None]
+        return (lengths + t).clamp(max=self.config.n_positions - 1)
+
+    def trunk(self, tokens, positions, attend):
+        """Hidden states (N, S, C) of `tokens`."""
         x = self.wte(tokens) + self.wpe(positions)
-        keys, values = [], []
-        for i, block in enumerate(self.h):
-            shared = None if prompt is None else (prompt.keys[i], prompt.values[i], prompt.bias)
-            stored = None if cache is None else (cache.keys[i], cache.values[i])
-            x, (k, v) = block(x, bias, shared, stored, at)
-            keys.append(k)
-            values.append(v)
-        return self.ln_f(x), keys, values
+        for layer, block in enumerate(self.h):
+            x = block(x, layer, attend)
+        return self.ln_f(x)
 
     def head(self, x):
         weight = self.wte.weight if self.unembedding is None else self.unembedding
@@ -231,34 +255,31 @@ class GPT(nn.Module):
         twin.tokenizer = self.tokenizer
         return twin.use(dtype).requires_grad_(False)
 
+    @torch.no_grad()
+    def follow(self, model):
+        """This twin of `model` takes over its weights, which have changed since cast()."""
+        self.load_state_dict(model.state_dict())
+        self.unembedding.copy_(model.wte.weight)
+
     @classmethod
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
         folder = fetch(source)
         config, weights = read_config(folder, GPTConfig), read_weights(folder)
-        if config.n_layer > len(weights):  # a damaged config's millions of layers would take hours to build
-            refuse(f"{folder}: config.json asks for {config.n_layer} layers, the weights have fewer tensors.")
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
-        wanted, found = model.state_dict(), {}
+        found = {}
         for name, tensor in weights.items():
-            name = name.removeprefix("transformer.")
-            if name.endswith((".attn.bias", ".attn.masked_bias")):
-                continue  # causal masks that old versions of transformers stored
-            turned = tensor.t() if name.endswith(TRANSPOSED) and tensor.ndim == 2 else tensor
-            found[name] = turned.float().contiguous()
+            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks that old versions stored
+                turned = tensor.t() if name.endswith(TRANSPOSED) and tensor.ndim == 2 else tensor
+                found[name.removeprefix("transformer.")] = turned.float().contiguous()
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
             refuse(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
-        for name in sorted(wanted.keys() | found.keys()):
-            if name not in found:
-                refuse(f"{folder}: the weights have no tensor {name}, which config.json asks for.")
-            if name not in wanted:
-                refuse(f"{folder}: the weights have a tensor {name} that config.json has no place for.")
-            if wanted[name].shape != found[name].shape:
-                shapes = tuple(found[name].shape), tuple(wanted[name].shape)
-                refuse(f"{folder}: tensor {name} has shape {shapes[0]}, but config.json asks for {shapes[1]}.")
-        model.load_state_dict(found, assign=True)
+        try:
+            model.load_state_dict(found, assign=True)  # each tensor, and no other
+        except RuntimeError as error:
+            refuse(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
         model.requires_grad_(True)
         model.tokenizer = Tokenizer.load(folder)  # GPT-2's own where the folder has no tokenizer files
         if model.tokenizer.vocab_size > config.vocab_size:
@@ -277,23 +298,14 @@ class GPT(nn.Module):
                 f"transformer.{name}": (p.t() if name.endswith(TRANSPOSED) else p).to("cpu", dtype).contiguous()
                 for name, p in self.state_dict().items()
             }
-            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-            config = asdict(self.config)
-            config = {
-                "architectures": ["GPT2LMHeadModel"],
-                "model_type": "gpt2",
-                "activation_function": "gelu_new",
-                **{name: 0.0 for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")},
-                "bos_token_id": self.config.eos_token_id,
-                "torch_dtype": str(dtype).removeprefix("torch."),
-                **config.pop("extra"),
-                **config,
-            }
+            (temporary / "model.safetensors").write_bytes(to_bytes(weights, metadata={"format": "pt"}))
+            config = self.config.extra | vars(self.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+            config |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new")
+            config |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=self.config.eos_token_id)
+            del config["extra"]
             (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
                 (temporary / name).write_bytes(content)
-            for file in temporary.iterdir():
-                file.chmod(0o644)  # safetensors writes for the owner alone
             if path.exists():
                 for file in temporary.iterdir():
                     os.replace(file, path / file.name)
@@ -302,8 +314,3 @@ class GPT(nn.Module):
                 os.rename(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def causal_bias(S, device):
-    """(S, S), added to scores: -inf where a key follows its query."""
-    return torch.full((S, S), -math.inf, device=device).triu_(1)

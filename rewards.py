@@ -1,18 +1,5 @@
-"""The task: what is asked, what is true, what an answer is worth. This file is chess; TASK=FILE.py names another one.
-
-A task file provides what train.py and the tools that are not about chess ask for (examples/letters.py is a small one):
-
-    start_model()                              the folder of the model that training starts from, made first if need be
-    DEFAULTS                                   {setting: default} where the task needs others than train.py has
-    load(source, config)                       what questions are about: (training items, held-out items), two lists
-    make_questions(items, count, rng, config)  `count` Questions about some of the items, the same for the same rng
-    LIMITS                                     {kind of question: the most tokens that an answer may have}
-    grade(question, text, hit_limit, step)     Grade: the reward, its pieces, and metrics to be logged
-
-Question and Grade are NamedTuples: a Question has `kind`, `prompt` and what grade() needs, a Grade has the fields below.
-Both hold only what JSON can, as they are written to samples.jsonl. A perfect answer is worth 1. A metric "structure"
-is the share of answers that can be read; a run whose first answers have less than 0.2 of it is refused. `config` is the
-model's; its `extra` holds what the folder says of the text format.
+"""The task: what is asked, what is true, what an answer is worth. This file is chess; TASK=FILE.py names another one,
+and nanorook/task.py says what such a file provides.
 
 Chess has two kinds of questions:
 
@@ -25,15 +12,15 @@ The truth about a policy comes from Stockfish's labels, the truth about the envi
 import math
 import re
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import chess
 from rapidfuzz.distance import Levenshtein
 
-from nanorook import positions
+from nanorook import parallel, positions, stockfish
 from nanorook.positions import contract_board, environment_move, expand_board, held_out
 from nanorook.settings import refuse, setting
 from nanorook.stockfish import Labeller
+from nanorook.task import Grade, Question
 
 # fmt: off
 MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.3, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
@@ -48,36 +35,47 @@ LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 ILLEGAL_SHARE = 1 / 3  # of the moves that are asked about; with fewer, the model stops recognising them
 
 
-class Question(NamedTuple):
-    kind: str  # "policy" or "environment"; questions of one kind are sampled together
-    prompt: str
-    truth: Any  # ((uci, centipawns), ...) best first; or (next FEN, reward, terminated, truncated)
-
-
-class Grade(NamedTuple):
-    reward: float  # the sum of the pieces' values
-    pieces: tuple  # (name, value, (start, end) of characters that it judges, ...); no span: the whole answer; names differ
-    metrics: dict  # name -> float, averaged over answers and logged
-
-
 def start_model():
     return "weights/tiny"
 
 
 def load(source, config):
-    found = positions.load(source)  # a position where the game is over has no question
-    return positions.split([p for p in found if p.moves or any(chess.Board(p.fen).legal_moves)])
+    found = positions.load(source)
+    found = [p for p in found if p.moves or any(chess.Board(p.fen).legal_moves)]  # else the game is over
+    unknown = sum(not p.moves for p in found)
+    if unknown and not stockfish.find():
+        parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves go unpaid there: "
+                     "install Stockfish, or use tools.label.")  # fmt: skip
+    return positions.split(found)
 
 
 def make_questions(items, count, rng, config):
     """First environment questions, then policy questions, about different positions."""
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
-    chosen = rng.sample(items, min(count, len(items)))
+    chosen = [*map(positions.drawn, rng.sample(items, min(count, len(items))))]
     questions = [environment_question(p, rng, text_format) for p in chosen[:environment]]
     return questions + [policy_question(p, text_format) for p in chosen[environment:]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def question(text, config):
+    """What a user asks: "FEN" is about the policy, "FEN e2e4" about the environment."""
+    fen, move = re.fullmatch(rf"(.*?)(?:\s+({UCI.pattern}))?", text.strip(), re.DOTALL).group(1, 2)
+    board, text_format = typed_board(fen), chess_format(config)
+    fen = board.fen()
+    if move:
+        return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
+    if not any(board.legal_moves):
+        refuse(f"in {fen} no move is legal; ask about another position, or add a move.")
+    return policy_question(positions.Position(fen, (), labeller().label(fen)), text_format)
+
+
+def typed_board(fen):
+    try:
+        return chess.Board(positions.verify(positions.Position(contract_board(fen), (), ())).fen)
+    except ValueError:
+        refuse(f"{fen!r:.80} is not the FEN of a possible position; TASK=FILE.py asks about another task.")
+
+
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
 # whose tokens are bytes, or bytes and squares' names (Tokenizer.squares): a board has one character for each square and
 # a prompt has a fixed number of tokens, so that a square always stands at the same place.
@@ -111,23 +109,9 @@ def policy_prompt(fen, text_format):
     return write_prompt("P: ", write_fen(fen, text_format), text_format)
 
 
-def policy_completion(fen, moves, text_format):
-    """The ideal answer: `moves` in the order given, their evaluations in pawns, the best of them."""
-    names = " ".join(uci for uci, _ in moves)
-    evals = " ".join(str(cp / 100) for _, cp in moves)
-    best = max(moves, key=lambda m: m[1])[0]
-    if text_format in WIDTH:
-        return f"M: {names} E: {evals} B: {best}"
-    return f"{fen:90}"[len(fen) :] + f"M: {names:30}E: {evals:40}B: {best}"  # RookWorld pads its fields
-
-
 def environment_prompt(fen, move, history, text_format):
     """`history` ends with `move`."""
     return write_prompt("A: ", f"{write_fen(fen, text_format)}+{move}+{' '.join(history)}+", text_format)
-
-
-def environment_completion(next_fen, reward, terminated, truncated, text_format):
-    return f"{write_fen(next_fen, text_format)}+{reward}+{int(terminated)}+{int(truncated)}"
 
 
 def policy_question(position, text_format):
@@ -135,9 +119,9 @@ def policy_question(position, text_format):
 
 
 def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
-    """Asks about the position's own move if it has one. No move leads from a training board to a held-out one."""
+    """Asks about the position's own move, or a drawn one; about none from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.asked
-    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, which games never reach
+    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves: no game shows it
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
@@ -166,14 +150,12 @@ def transition(fen, move):
     return board.fen(), 0.5 if outcome.winner is None else 1.0, True, False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The reward: pieces with weights that add up to 1
+# ---- The reward: pieces with weights that add up to 1 ------------------------------------------------------
 
 MALFORMED = -0.3
-MAX_CHARACTERS = 4096  # no answer has a tenth of it, and it bounds the work on any other
+MAX_CHARACTERS = 4096  # a longer answer is malformed and not read; a right one has not a tenth of it
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-# Cost of an illegal or repeated candidate, where a legal one earns 1: a move that is legal with over 20 % is worth listing.
-WASTED = 0.25
+WASTED = 0.25  # cost of an illegal or repeated candidate; as a legal one earns 1, listing pays where 20 % are legal
 
 # The ladder of the best move: legal < top5 < best. Each of them outweighs all that can be earned beside them (clean to
 # evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
@@ -207,7 +189,7 @@ ENVIRONMENT_WEIGHTS = {
 def grade(question, text, hit_limit=False, step=math.inf):
     """The worth of `text`, an answer without its end token; `hit_limit` says that it had none.
 
-    Until step REWARD_WARMUP_STEPS weight moves from the structure to the content: at step 0 structure is all.
+    In REWARD_WARMUP_STEPS weights shift: at step 0 structure and parse are all, at the end each piece has its own.
     """
     pieces, metrics = {"policy": grade_policy, "environment": grade_environment}[question.kind](question, text)
     warmup = min(1.0, step / REWARD_WARMUP_STEPS) if REWARD_WARMUP_STEPS else 1.0
@@ -219,12 +201,10 @@ def grade(question, text, hit_limit=False, step=math.inf):
     reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
         pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1)))
-        reward *= RUNAWAY_PENALTY_MULTIPLIER
-    return Grade(round(reward, 9), tuple(pieces), {name: float(value) for name, value in metrics.items()})
+    return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The grammar of answers. Only the space separates, and a run of spaces counts as one; digits are ASCII.
+# ---- The grammar of answers. Only the space separates, and a run of spaces counts as one; digits are ASCII.
 
 UCI = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
@@ -242,13 +222,10 @@ def parse_policy(text):
     with its span, or None where the headers stand in order but what is between them cannot be read."""
     found = find_words(text)
     words = [word for word, _ in found]
-    try:
-        e = words.index("E:")
-        b = words.index("B:", e)
-    except ValueError:
+    if words[:1] != ["M:"] or "E:" not in words or "B:" not in words[words.index("E:") :]:
         return False, None
-    if words[0] != "M:":
-        return False, None
+    e = words.index("E:")
+    b = words.index("B:", e)
     moves, numbers, best = found[1:e], found[e + 1 : b], found[b + 1 : b + 2]
     if (
         not (moves and best and len(moves) == len(numbers))
@@ -269,13 +246,9 @@ def parse_environment(text):
     return fields
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# P: the policy
+# ---- P: the policy -----------------------------------------------------------------------------------------
 
-
-@lru_cache(1)
-def labeller():
-    return Labeller()
+labeller = lru_cache(1)(Labeller)  # one engine, started when it is first asked
 
 
 @lru_cache(4096)  # the rows of a group share their prompt
@@ -318,20 +291,23 @@ def grade_policy(question, text):
     useful, errors = set(), {}
     for i, ((move, move_span), (number, number_span)) in enumerate(zip(moves, numbers)):
         new = move in legal and move not in useful and len(useful) < wanted
-        useful |= {move} if new else set()
-        pieces.append((f"candidates_legal {i}", weights["candidates_legal"] / places * (1 if new else -WASTED), move_span))
         found = move in five and move not in errors
+        if new:
+            useful.add(move)
         if found:
             errors[move] = pawns_apart(number, five[move])
-        pieces.append((f"candidates {i}", weights["candidates"] / places * found, move_span))
-        pieces.append((f"evals {i}", weights["evals"] / places / (1 + errors[move]) if found else 0.0, number_span))
+        pieces += [
+            (f"candidates_legal {i}", weights["candidates_legal"] / places * (1 if new else -WASTED), move_span),
+            (f"candidates {i}", weights["candidates"] / places * found, move_span),
+            (f"evals {i}", weights["evals"] / places / (1 + errors[move]) if found else 0.0, number_span),
+        ]
     metrics["candidates_legal"] = len(legal.intersection(move for move, _ in moves)) / len(moves)
     if errors:
         metrics["eval_mae"] = sum(errors.values()) / len(errors)
     if five:
         metrics["candidates"] = len(errors) / len(five)
 
-    # The move after B: was written twice, as a candidate and as the choice, so its pieces judge both places.
+    # If the move after B: is also a candidate, its pieces judge both places.
     best_spans = [best_span, *[span for move, span in moves if move == best][:1]]
     shares = {"listed": len(best_spans) == 2, "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
     metrics["legal"] = best in legal
@@ -344,8 +320,7 @@ def grade_policy(question, text):
     return pieces, metrics
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A: the environment
+# ---- A: the environment ------------------------------------------------------------------------------------
 
 
 def grade_environment(question, text):
@@ -355,7 +330,7 @@ def grade_environment(question, text):
     answer = parse_environment(text)
     if answer is None:
         return [("malformed", MALFORMED)], metrics
-    (fen, fen_span), (reward, reward_span), (said_terminated, terminated_span), (said_truncated, truncated_span) = answer
+    (fen, fen_span), (reward, reward_span), (over, over_span), (illegal, illegal_span) = answer
     fen, reward = contract_board(fen), float(reward)
     metrics["structure"] = 1.0
 
@@ -377,10 +352,10 @@ def grade_environment(question, text):
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
     metrics["reward_match"] = reward == true_reward
-    metrics["terminated"] = (said_terminated == "1") == terminated
-    metrics["truncated"] = (said_truncated == "1") == truncated
+    metrics["terminated"] = (over == "1") == terminated
+    metrics["truncated"] = (illegal == "1") == truncated
     pieces.append(("reward", weights["reward"] * (1 - error / 2), reward_span))
     pieces.append(("reward_match", weights["reward_match"] * metrics["reward_match"], reward_span))
-    pieces.append(("terminated", weights["terminated"] * metrics["terminated"], terminated_span))
-    pieces.append(("truncated", weights["truncated"] * metrics["truncated"], truncated_span))
+    pieces.append(("terminated", weights["terminated"] * metrics["terminated"], over_span))
+    pieces.append(("truncated", weights["truncated"] * metrics["truncated"], illegal_span))
     return pieces, metrics

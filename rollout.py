@@ -1,20 +1,25 @@
-"""Batched sampling with a KV cache: prompts in, completions with their logprobs out.
+"""Batched sampling with a KV cache: questions in, answers with their logprobs out.
 
-A group's prompt is prefilled once, stored once and read once for all its rows (model.attend_shared). On a CPU rows
+A group's prompt is prefilled once, stored once and read once for all its rows (model.shared_attention). On a CPU rows
 that have ended leave the batch. On CUDA one decoding step is captured as a graph and replayed for every token.
-The result is a Batch: what the loss needs, and how it is cut into microbatches.
+The result is a Batch, what the loss needs, and the same rows as text for the verifier.
 """
 
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from nanorook.settings import refuse
 
 CHECK_EVERY = 8  # tokens between two checks of which rows have ended; on CUDA each makes the host wait
 GROW_BY = 16  # tokens by which a CPU's cache grows
 
 
 class Batch(NamedTuple):
-    """Completions of one kind of question: N = B·G rows, those of a group next to each other."""
+    """Answers to questions of one kind: N = B·G rows, those of a group next to each other."""
 
     prompts: torch.Tensor  # (B, P) padded on the right
     prompt_lengths: torch.Tensor  # (B,)
@@ -28,124 +33,83 @@ class Batch(NamedTuple):
 
     def select(self, groups, P, T):
         """Some of the groups, with P prompt tokens and T completion tokens."""
-        B = len(self.prompts)
+        G = len(self.tokens) // len(self.prompts)
         groups = torch.as_tensor(groups, device=self.prompts.device)
-        fields = [self.prompts[groups, :P], self.prompt_lengths[groups]]
-        for x in self[2:]:
-            x = None if x is None else x.view(B, -1, *x.shape[1:])[groups].flatten(0, 1)
-            fields.append(x if x is None or x.ndim == 1 else x[:, :T])
-        return Batch(*fields)
-
-    def to(self, device):
-        return Batch(*(None if x is None else x.to(device) for x in self))
+        rows = (groups[:, None] * G + torch.arange(G, device=groups.device)).flatten()
+        prompts, lengths, *per_row = self
+        per_row = [x if x is None else x[rows] if x.ndim == 1 else x[rows, :T] for x in per_row]
+        return Batch(prompts[groups, :P], lengths[groups], *per_row)
 
 
-class Cache(NamedTuple):
-    """Keys and values of the completions while decoding, one (B, H, G, T, D) for each layer, written in place."""
+class Answer(NamedTuple):
+    """A row of a Batch as text."""
 
-    keys: list
-    values: list
-
-    @classmethod
-    def empty(cls, config, B, G, T, device, dtype):
-        shape = B, config.n_head, G, T, config.n_embd // config.n_head
-        return cls(*([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)] for _ in "kv"))
-
-    def grow(self, tokens):
-        """A cache with room for more tokens. On a CPU it grows as needed: attention reads all of it, and would have to
-        copy a part."""
-        B, H, G, _, D = self.keys[0].shape
-        empty = self.keys[0].new_zeros(B, H, G, tokens, D)  # 0 and not any memory: it may hold NaN
-        return Cache(*([torch.cat([x, empty], 3) for x in half] for half in self))
-
-    def select(self, groups, members):
-        """Some groups only, and of each group the rows `members` (groups, rows)."""
-        groups = groups[:, None]  # indexed, an entry is (B, G, H, T, D)
-        return Cache(*([x[groups, :, members].transpose(1, 2).contiguous() for x in half] for half in self))
+    question: tuple  # the task's Question
+    text: str  # without the end token
+    ends: list  # for each token the number of characters up to its end
+    hit_limit: bool
+    grade: Any = None  # the task's Grade
 
 
-def microbatches(batch, most_tokens):
-    """Cuts a batch into parts of whole groups, long ones together, with at most `most_tokens` each, padding counted."""
-    B = len(batch.prompts)
-    G = len(batch.tokens) // B
-    longest = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
-    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # the one time that the host waits
+def sample(model, questions, group_size, limits, temperature=1.0, noise=None, rows=None, graph=True):
+    """Samples `group_size` answers to each question: yields (Batch, its Answers), each of one kind of question and of
+    about `rows` rows at most. A kind's questions keep their order.
 
-    def fits(groups):
-        return len(groups) * (max(sizes[b][0] for b in groups) + G * max(sizes[b][1] for b in groups)) <= most_tokens
-
-    cuts = [[]]
-    for group in sorted(range(B), key=lambda b: sizes[b][1]):
-        if cuts[-1] and not fits([*cuts[-1], group]):
-            cuts.append([])
-        cuts[-1].append(group)
-    if len(cuts) > 1 and len(cuts[-1]) == 1 and len(cuts[-2]) > 2 and fits([cuts[-2][-1], *cuts[-1]]):
-        cuts[-1].append(cuts[-2].pop())  # torch.compile makes graphs of its own for a batch of one
-    return [batch.select(cut, *(max(sizes[b][i] for b in cut) for i in (0, 1))) for cut in cuts]
-
-
-def pad_prompts(prompts, device):
-    """Token lists of any lengths -> tokens (B, P) padded on the right, lengths (B,)."""
-    lengths = torch.tensor([len(p) for p in prompts])
-    if not len(prompts) or lengths.min() < 1:
-        raise ValueError("every prompt needs at least one token.")
-    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long)
-    for row, prompt in zip(tokens, prompts):
-        row[: len(prompt)] = torch.tensor(prompt)
-    return tokens.to(device), lengths.to(device)
-
-
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, keep=None):
-    """Log-probabilities (…, V) of the sampled distribution: temperature first, then the k likeliest, then the nucleus.
-
-    In training `keep` (…) names the sampled tokens: the filters leave them in, wherever an update has moved them.
+    `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, is all
+    that decides what is drawn; an answer does not depend on what is sampled beside it.
     """
-    logits = unfiltered = logits.float() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
-    if top_p < 1:  # Holtzman et al., 2020: the smallest set of likeliest tokens with a probability of at least top_p
-        ordered, index = logits.softmax(-1).sort(descending=True, stable=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # the likeliest token always stays
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
-    if keep is not None:
-        logits = logits.scatter(-1, keep[..., None], unfiltered.gather(-1, keep[..., None]))
-    return logits.log_softmax(-1)
+    for kind in dict.fromkeys(question.kind for question in questions):
+        places = [i for i, question in enumerate(questions) if question.kind == kind]
+        at_once = max(1, rows // group_size) if rows else len(places)
+        for part in (places[i : i + at_once] for i in range(0, len(places), at_once)):
+            asked = [questions[i] for i in part]
+            prompts = [model.tokenizer.encode(question.prompt) for question in asked]
+            room = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
+            if min(room) < 1:
+                refuse(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
+                       f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
+            uniform = None if noise is None else noise[part, :, : max(room)].flatten(0, 1)  # (N, T)
+            stops = model.tokenizer.stops(asked[0].stop) if asked[0].stop else ()
+            batch = generate(model, prompts, group_size, room, temperature, uniform, stops, graph)
+            lengths = batch.completion_mask.sum(1).tolist()
+            texts = [read(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
+            owners = [question for question in asked for _ in range(group_size)]
+            yield batch, [Answer(q, *text, cut) for q, text, cut in zip(owners, texts, batch.hit_limit.tolist())]
 
 
-def draw(logprobs, uniform):
-    """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
-    cumulated probability exceeds it."""
-    cumulated = logprobs.exp().cumsum_(-1)
-    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor: rounding must not pass the last token
-    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # clamp: NaN
+def read(tokenizer, tokens):
+    """(text, ends) up to the end token: `ends` has for each token the number of characters up to its end. Ids without
+    a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
+    tokens = tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens
+    parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens]
+    ends = [len(prefix.decode("utf-8", "replace")) for prefix in accumulate(parts)]
+    return b"".join(parts).decode("utf-8", "replace"), ends
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, noise=None, graph=True):
-    """Samples `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
+def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, stops=(), graph=True):
+    """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
-    All randomness is in `noise`, uniform numbers (N, max_new_tokens), drawn here if there are none. `graph=False`: no
-    CUDA graph, so that hooks on the model run at every token.
+    `limits` are the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(limits)),
+    drawn here if there are none. A row ends with the end token or one of `stops`. `graph=False`: no CUDA graph, so that
+    hooks on the model run at every token.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
-    B, N, T = len(prompts), len(prompts) * group_size, max_new_tokens
-    if prompt_tokens.shape[1] + T > model.config.n_positions:
-        raise ValueError(
-            f"a prompt of {prompt_tokens.shape[1]} tokens and {T} new ones exceed the model's "
-            f"{model.config.n_positions} positions; shorten the prompts or lower the limit of new tokens."
-        )
-    if noise is None:
-        noise = torch.rand(N, T, device=device)
+    B, N, T = len(prompts), len(prompts) * group_size, max(limits)
+    limits = torch.tensor(limits, device=device).repeat_interleave(group_size)  # (N,)
+    stops = torch.tensor([eos, *stops], device=device)
+    noise = torch.rand(N, T, device=device) if noise is None else noise.to(device)
     prompt = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if device.type == "cuda" else torch.float32  # on a CPU small products are faster in fp32
-    prompt.keys, prompt.values = ([x.to(dtype).contiguous() for x in half] for half in (prompt.keys, prompt.values))
+    prompt.keys = [k.to(dtype).contiguous() for k in prompt.keys]
+    prompt.values = [v.to(dtype).contiguous() for v in prompt.values]
     room = T if device.type == "cuda" else 0  # a captured graph needs fixed shapes
     cache = Cache.empty(model.config, B, group_size, room, device, dtype)
 
     tokens = torch.full((N, T), max(eos, 0), device=device)
     logprobs = torch.zeros(N, T, device=device)
-    # Row i of the batch is row rows[i] of the result. A step changes tensors in place, so it can be captured.
+    # Row i of what is decoded is row rows[i] of the result. A step changes tensors in place, so it can be captured.
     rows = torch.arange(N, device=device)
     newest = prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0)  # (N, 1)
     alive = torch.ones(N, dtype=torch.bool, device=device)
@@ -156,11 +120,11 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
         if temperature == 0:
             token = logits.argmax(-1)
         else:
-            logp = distribution(logits, temperature, top_k, top_p)
+            logp = (logits.float() / temperature).log_softmax(-1)
             token = draw(logp, noise[rows, at])
             logprobs.index_put_((rows, at), logp.gather(1, token[:, None])[:, 0])
         tokens.index_put_((rows, at), token)
-        alive.logical_and_(token != eos)
+        alive.logical_and_((token[:, None] != stops).all(1) & (at + 1 < limits[rows]))
         newest.copy_(token[:, None])
 
     if device.type == "cuda":
@@ -182,21 +146,29 @@ def generate(model, prompts, group_size, max_new_tokens, temperature=1.0, top_k=
                 cache = cache.grow(min(GROW_BY, T - t))
             step(t)
             if (t + 1) % CHECK_EVERY == 0:
-                living = alive.view(len(prompt.lengths), -1)  # (B, G)
-                groups, width = living.any(1).nonzero()[:, 0], int(living.sum(1).max())
-                if width == 0:
+                if not alive.any():
                     break
-                if len(groups) * width <= 0.75 * len(rows):  # keep groups and rows that go on, as a rectangle
-                    members = living[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
-                    keep = (groups[:, None] * living.shape[1] + members).flatten()
+                if (keep := rows_to_keep(alive.view(len(prompt.lengths), -1))) is not None:
+                    groups, members = keep
+                    going_on = (groups[:, None] * (len(rows) // len(prompt.lengths)) + members).flatten()
+                    rows, newest, alive = rows[going_on], newest[going_on], alive[going_on]
                     cache, prompt = cache.select(groups, members), prompt.select(groups)
-                    rows, newest, alive = rows[keep], newest[keep], alive[keep]
 
-    ended = tokens == eos
-    mask = ended.cumsum(1) - ended.long() == 0  # up to the first end token
-    T = int(mask.any(0).sum())
-    tokens, mask, logprobs = tokens[:, :T].masked_fill(~mask[:, :T], max(eos, 0)), mask[:, :T], logprobs[:, :T]
-    return Batch(prompt_tokens, lengths, tokens, mask, logprobs.masked_fill(~mask, 0), ~ended.any(1))
+    ended = (tokens[:, :, None] == stops).any(2)
+    mask = (ended.cumsum(1) - ended.long() == 0) & (torch.arange(T, device=device) < limits[:, None])
+    longest = int(mask.any(0).sum())
+    mask, tokens, logprobs = mask[:, :longest], tokens[:, :longest], logprobs[:, :longest]
+    hit_limit = ~(ended[:, :longest] & mask).any(1)
+    return Batch(prompt_tokens, lengths, tokens.where(mask, max(eos, 0)), mask, logprobs.where(mask, 0), hit_limit)
+
+
+def rows_to_keep(alive):
+    """Which rows `alive` (B, G) go on, as a rectangle: (groups (b,), of each its rows (b, g)), b·g rows of B·G; None
+    where too few have ended to be worth the copy."""
+    groups, width = alive.any(1).nonzero()[:, 0], int(alive.sum(1).max())
+    if len(groups) * width > 0.75 * alive.numel():
+        return None
+    return groups, alive[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
 
 
 def capture(step, device):
@@ -205,3 +177,58 @@ def capture(step, device):
     with torch.cuda.device(device), torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+class Cache(NamedTuple):
+    """Keys and values of the completions while decoding, one (B, H, G, K, D) for each layer, written in place."""
+
+    keys: list
+    values: list
+
+    @classmethod
+    def empty(cls, config, B, G, K, device, dtype):
+        shape = B, config.n_head, G, K, config.n_embd // config.n_head
+        keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        return cls(keys, [torch.zeros_like(k) for k in keys])
+
+    def grow(self, tokens):
+        """A cache with room for more tokens. On a CPU it grows as needed: attention reads the whole cache, and cutting
+        a part out of a larger one would copy it."""
+        return Cache(*([F.pad(x, (0, 0, 0, tokens)) for x in layers] for layers in self))
+
+    def select(self, groups, members):
+        """Some groups only, and of each group the rows `members` (groups, rows)."""
+        at = groups[:, None], slice(None), members  # indexed by it, an entry is (B, G, H, K, D)
+        return Cache(*([x[at].transpose(1, 2).contiguous() for x in layers] for layers in self))
+
+
+def pad_prompts(prompts, device):
+    """Token lists of any lengths -> tokens (B, P) padded on the right, lengths (B,)."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device), lengths
+
+
+def draw(logprobs, uniform):
+    """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
+    cumulated probability exceeds it."""
+    cumulated = logprobs.exp().cumsum_(-1)
+    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor: rounding must not pass the last token
+    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # NaN leads beyond
+
+
+def microbatches(batch, most_tokens):
+    """Cuts a batch into parts of one group or of several with at most `most_tokens`, padding counted, by length."""
+    B = len(batch.prompts)
+    G = len(batch.tokens) // B
+    longest = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
+    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # here the host waits
+
+    def fits(groups):
+        return len(groups) * (max(sizes[b][0] for b in groups) + G * max(sizes[b][1] for b in groups)) <= most_tokens
+
+    cuts = [[]]
+    for group in sorted(range(B), key=lambda b: sizes[b][1]):
+        if cuts[-1] and not fits([*cuts[-1], group]):
+            cuts.append([])
+        cuts[-1].append(group)
+    return [batch.select(cut, *(max(sizes[b][i] for b in cut) for i in (0, 1))) for cut in cuts]

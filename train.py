@@ -7,6 +7,11 @@ TASK=examples/letters.py ./train.sh              another task
 
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
 (grpo.py), and take one step on the loss. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
+
+Off by default: division by the group's standard deviation (SCALE_REWARDS). Not here: a value model, a replay of old
+answers, a second engine for sampling. Added to plain GRPO: each piece of a reward is credited to the words it judges;
+the end token is trained; microbatches do not change the loss; the first step checks that sampler, policy and reference
+agree; a run that breaks goes back to its last good state; CONTROL=1 trains without a reward.
 """
 
 import copy
@@ -16,29 +21,35 @@ import math
 import random
 import sys
 import time
-from pathlib import Path
-from typing import NamedTuple
+from collections import Counter
+from statistics import fmean
 
 import torch
 from tqdm import tqdm
 
 import grpo
 from model import GPT
-from nanorook import checkpoint, hardware, monitor, parallel, settings
-from nanorook.settings import refuse, setting
-from rollout import distribution, generate, microbatches
+from nanorook import hardware, monitor, parallel, settings
+from nanorook import task as task_file
+from nanorook.run import Run, catch_signals, continuation, restore, write
+from nanorook.settings import heading, refuse, setting
+from nanorook.task import check_grades, graded, make_questions
+from rollout import microbatches, sample
 
 if __name__ == "__main__":
-    settings.read_user()  # when imported, all settings have their defaults
+    settings.read_user()  # as a program only: imported, train.py keeps the defaults
 
 # fmt: off
-TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; see the top of rewards.py")
-task                    = settings.load_task(TASK)
+TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; docs/tasks.md says what it provides")
+heading(f"The task {TASK}")
+task                    = task_file.load(TASK)
+
+heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; empty: the task's own start model")
 DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, a file (own lines, RookWorld's, FEN, EPD, PGN), or hub:...")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
-SEED                    = setting("SEED", 0, "decides questions and samples: step n draws the same in every run")
+SEED                    = setting("SEED", 0, "decides questions and samples: runs with one SEED have the same random numbers at each step", low=0, high=2**32 - 1)
 STEPS                   = setting("STEPS", 80, "rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 16, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 8, "G, completions of each prompt", low=2)
@@ -46,467 +57,340 @@ EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch",
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
 CONTROL                 = setting("CONTROL", False, "all advantages are zero: what a run does without a reward")
 
+heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
 
+heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
-SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by a standard deviation, see grpo.advantages", one_of=("none", "group", "batch"))
-CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this", low=0, high=1)
+SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by the deviation of their group, see grpo.advantages", one_of=("none", "group"))
+CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; with EPOCHS=1 it is 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
-KL_COEF                 = setting("KL_COEF", 0.01, "weight of the KL to the start model; 0 loads no reference", low=0)
+KL_COEF                 = setting("KL_COEF", 0.01, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
-KL_WARMUP_STEPS         = setting("KL_WARMUP_STEPS", 0, "steps over which KL_COEF rises from KL_WARMUP_FACTOR times its value", low=0)
-KL_WARMUP_FACTOR        = setting("KL_WARMUP_FACTOR", 0.0, "where that rise begins", low=0, high=1)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
-REF_UPDATE_EVERY        = setting("REF_UPDATE_EVERY", 0, "steps after which the policy becomes the reference; 0 is never", low=0)
-REF_DEVICE              = setting("REF_DEVICE", "", "where the reference is kept; empty: DEVICE")
 
+heading("Sampling")
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
-TOP_K                   = setting("TOP_K", 0, "sample from the k likeliest tokens; 0 is all", low=0)
-TOP_P                   = setting("TOP_P", 1.0, "sample from the smallest set of tokens with this probability", low=1e-6, high=1)
 
+heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
-MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "skipped updates in a row after which the run goes back", low=1)
+MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
 REPORT_TO               = setting("REPORT_TO", "none", "also log to", one_of=("none", "wandb", "tensorboard"))
 RUN_NAME                = setting("RUN_NAME", "", "name of the run in that log")
 
+heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "torch.compile the training forward; auto: on CUDA", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "tokens that go through the model at once; bounds memory, changes nothing else; 0: 65536 on CUDA, 4096 on CPU", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "tokens that go through the model at once; bounds memory, changes nothing else; 0: 32768 on CUDA, 4096 on CPU", low=0)
 NPROC                   = setting("NPROC", 1, "processes on this machine; one for each GPU", low=1)
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
 EVAL_ROWS = 128  # completions that an evaluation samples at once
-TOO_LARGE = "out of memory with the answers to a single question: lower GROUP_SIZE, or the limit of new tokens."
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One step: answers and their rewards
+# ---- One step ----------------------------------------------------------------------------------------------
 
 
-class Sample(NamedTuple):
-    question: tuple  # the task's Question
-    text: str
-    ends: list  # for each token the number of characters up to its end
-    hit_limit: bool
-    grade: tuple  # the task's Grade
-
-
-def sample(model, questions, group_size, temperature, noise, step=math.inf):
-    """Samples and grades `group_size` answers to each question, one kind at a time, as kinds differ in length:
-    [(Batch, its Samples), ...]. `noise` (questions, group_size, T) decides what is drawn."""
-
-    def part(indices):
-        return sample_kind(model, [questions[i] for i in indices], group_size, temperature, noise[indices], step)
-
-    kinds = dict.fromkeys(question.kind for question in questions)
-    groups = [[i for i, question in enumerate(questions) if question.kind == kind] for kind in kinds]
-    return [result for indices in groups for result in in_halves(part, indices)]
-
-
-def sample_kind(model, questions, group_size, temperature, noise, step):
-    prompts = [model.tokenizer.encode(question.prompt) for question in questions]
-    limit = min(task.LIMITS[questions[0].kind], model.config.n_positions - max(map(len, prompts)))
-    if limit < 1:
-        refuse(f"the model's {model.config.n_positions} positions leave no room after its longest prompt; use shorter ones.")
-    uniform = noise.flatten(0, 1)[:, :limit].to(model.wte.weight.device)  # (N, T)
-    batch = generate(model, prompts, group_size, limit, temperature, TOP_K, TOP_P, uniform)
-    samples = []
-    for i, (ids, hit_limit) in enumerate(zip(batch.tokens.tolist(), batch.hit_limit.tolist())):
-        question, (text, ends) = questions[i // group_size], model.tokenizer.read(ids)
-        samples.append(Sample(question, text, ends, hit_limit, task.grade(question, text, hit_limit, step)))
-    return batch, samples
-
-
-def rollout(model, questions, step):
-    """This process's share of a step: [(Batch with advantages, its Samples), ...].
-
-    Each prompt has random numbers of its own, so its completions are the same with any number of processes.
-    """
-    generator = torch.Generator().manual_seed(random.Random(f"{SEED}/{step}/noise").getrandbits(60))
-    noise = torch.rand(len(questions), GROUP_SIZE, max(task.LIMITS.values()), generator=generator)
-    mine = slice(parallel.rank(), None, parallel.world())
-    results = sample(model.cast(model.dtype), questions[mine], GROUP_SIZE, TEMPERATURE, noise[mine], step)
-    rewards = parallel.gather([s.grade.reward for _, samples in results for s in samples])
-    deviation = torch.tensor(rewards).std()
-    return [(with_advantages(batch, samples, deviation), samples) for batch, samples in results]
-
-
-def with_advantages(batch, samples, deviation):
-    """Compares each answer, or each piece of its reward, with the same of the other answers to its question."""
+def compare(batch, answers):
+    """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group."""
     T = batch.tokens.shape[1]
     if CREDIT == "piece":
-        values, judged = grpo.credit([s.grade.pieces for s in samples], [s.ends for s in samples], T)
+        values, judged = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
     else:
-        values, judged = torch.tensor([[s.grade.reward] for s in samples]), torch.ones(1, T, 1)
-    advantages = grpo.token_advantages(grpo.advantages(values, GROUP_SIZE, SCALE_REWARDS, deviation), judged)  # (N, T)
+        values, judged = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
+    advantages = grpo.token_advantages(grpo.advantages(values, GROUP_SIZE, SCALE_REWARDS), judged)  # (N, T)
     if CONTROL:
         advantages = torch.zeros_like(advantages)
     return batch._replace(advantages=advantages.to(batch.tokens.device))
 
 
-def in_halves(work, items):
-    """[work(items)]; where memory does not suffice, the results of work() on each half."""
-    try:
-        return [work(items)]
-    except torch.OutOfMemoryError:
-        if len(items) == 1:
-            refuse(TOO_LARGE)
-    torch.cuda.empty_cache()  # outside of the except block, which keeps the failed tensors alive
-    half = len(items) // 2
-    return in_halves(work, items[:half]) + in_halves(work, items[half:])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One step: the loss and the update
-
-
 def forward(model, batch):
     """Logprobs and entropies (N, T) of a batch's completions under the distribution that was sampled."""
-    logits = score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, V)
-    if TOP_K or TOP_P < 1:
-        return grpo.logprobs_and_entropy(distribution(logits, TEMPERATURE, TOP_K, TOP_P, batch.tokens), batch.tokens)
+    logits = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, V)
     return grpo.logprobs_and_entropy(logits, batch.tokens, TEMPERATURE)
 
 
 @functools.cache
-def score():
+def compiled_score():
     """GPT.score, compiled for policy and reference alike: compiled code rounds differently, and KL must start at 0."""
-    return torch.compile(GPT.score, dynamic=True) if hardware.compiles(COMPILE, hardware.choose(DEVICE)) else GPT.score
+    return (
+        torch.compile(GPT.score, dynamic=True)
+        if hardware.compiles(COMPILE, hardware.choose_device(DEVICE))
+        else GPT.score
+    )
 
 
-@torch.no_grad()
-def reference_logprobs(reference, batch):
-    return forward(reference, batch.to(reference.wte.weight.device))[0].to(batch.tokens.device)
-
-
-def accumulate(model, reference, parts, normalizer, kl_coef):
-    """The gradient of a step's loss: (parts, now with the logprobs that the next epoch needs; sums and extremes).
-
-    No process waits for another in here, so a process that runs out of memory can start again by itself.
-    """
-    done, stats = [], []
-    for part in parts:
-        mask = part.completion_mask
-        logprobs, entropy = forward(model, part)  # (N, T)
-        if part.old_logprobs is None:  # the first epoch: these are the weights that sampled
-            ref = reference_logprobs(reference, part) if reference is not None else None
-            part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
-        loss, stat = grpo.policy_loss(
-            logprobs, part.old_logprobs, part.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE,
-            clip_high=CLIP_RANGE_HIGH, normalizer=normalizer,
-            weights=grpo.importance_weights(part.old_logprobs, part.rollout_logprobs, cap=2.0),
-        )  # fmt: skip
-        if reference is not None:
-            kl = grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)
-            loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-            # k2 whatever KL_ESTIMATOR is: one token can blow up k3's mean
-            stat["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()
-        loss.backward()
-        stat["gap"] = torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum()
-        stat |= {"loss": loss.detach(), "entropy": torch.where(mask, entropy, 0).sum()}
-        done.append(part)
-        stats.append(stat)
-    return done, grpo.merge_stats(stats)
+def objective(logprobs, batch, normalizer):
+    """A batch's part of the loss, and sums over its tokens of what is measured."""
+    mask, old_logprobs = batch.completion_mask, batch.old_logprobs
+    loss, sums = grpo.policy_loss(
+        logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
+        normalizer=normalizer, weights=grpo.importance_weights(old_logprobs, batch.rollout_logprobs),
+    )  # fmt: skip
+    if batch.ref_logprobs is not None:
+        kl = grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
+        loss = loss + KL_COEF * grpo.aggregate(kl, mask, LOSS, normalizer)
+        # k2 whatever KL_ESTIMATOR is: one token can blow up k3's mean
+        sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()
+    sums["loss"] = loss.detach()
+    sums["logprob_gap"] = torch.where(mask, logprobs.detach() - batch.rollout_logprobs, 0).abs().sum()
+    return loss, sums
 
 
 def microbatch_tokens(model):
-    return MICROBATCH_TOKENS or (65536 if model.wte.weight.is_cuda else 4096)
+    return MICROBATCH_TOKENS or (32768 if model.wte.weight.is_cuda else 4096)
 
 
-def accumulate_in_memory(model, reference, parts, *args):
-    """accumulate(), again with smaller microbatches each time that memory does not suffice."""
-    while True:
-        try:
-            return accumulate(model, reference, parts, *args)
-        except torch.OutOfMemoryError:
-            sizes = [part.prompts.numel() + part.tokens.numel() for part in parts if len(part.prompts) > 1]
-            if not sizes:
-                refuse(TOO_LARGE)
-        # outside of the except block, which keeps the failed tensors alive
-        model.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        print(f"out of memory; once more with MICROBATCH_TOKENS={max(sizes) // 2}", flush=True)
-        parts = [smaller for part in parts for smaller in microbatches(part, max(sizes) // 2)]
-
-
-def update(model, reference, optimizer, batches, kl_coef):
-    """EPOCHS updates from one step's batches; what was measured, `skipped` where an update was not made."""
+def update(model, reference, optimizer, batches):
+    """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are measured before
+    the first of them, ratio_gap, clip_low and clip_high in the last epoch; grad_norm is a mean."""
     parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
-    measured, norms, skipped = [], [], 0
-    for _ in range(EPOCHS):
-        parts, stats = accumulate_in_memory(model, reference, parts, normalizer, kl_coef)
-        measured.append({name: parallel.total(value, grpo.reduction(name)) for name, value in stats.items()})
+    measured, skipped = [], 0
+    for epoch in range(EPOCHS):
+        sums = Counter()  # whose update() adds
+        for i, part in enumerate(parts):
+            logprobs, entropy = forward(model, part)  # (N, T)
+            if epoch == 0:  # these are the weights that sampled
+                with torch.no_grad():
+                    ref = forward(reference, part)[0] if reference else None
+                part = parts[i] = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
+            loss, found = objective(logprobs, part, normalizer)
+            loss.backward()
+            sums.update(found, entropy=torch.where(part.completion_mask, entropy, 0).sum())
+        sums = {name: parallel.total(value) for name, value in sums.items()}
 
-        # The guard: nothing that is not finite reaches the weights, and no step is longer than MAX_GRAD_NORM allows.
+        # The guard: the gradient is scaled down to MAX_GRAD_NORM, and no update is made unless loss and gradient are finite.
         parallel.sum_gradients(model.parameters())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
-        if torch.stack([norms[-1], measured[-1]["loss"]]).isfinite().all():
+        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        measured.append(dict(zip(sums, torch.stack([*sums.values()]).tolist())))  # here the host waits
+        if math.isfinite(measured[-1]["grad_norm"] + measured[-1]["loss"]):
             optimizer.step()
         else:
             skipped += 1
         optimizer.zero_grad(set_to_none=True)
-    broken = ~torch.stack([p.detach().isfinite().all() for p in model.parameters()]).all()
-    return describe_update(measured, norms) | {"skipped": skipped, "broken": bool(broken)}
-
-
-def describe_update(measured, norms):
-    """The metrics of a step's updates, as numbers. Gap, entropy and KL are those before the first of them."""
-    first, whole = measured[0], grpo.merge_stats(measured)
-    names = list(first)
-    numbers = torch.stack([*first.values(), *(whole[name] for name in names), *norms]).tolist()  # the host waits once
-    first, whole = dict(zip(names, numbers)), dict(zip(names, numbers[len(names) :]))
-    norms = numbers[2 * len(names) :]
-    per_token = {name: first[name] / first["tokens"] for name in ("gap", "entropy", "kl") if name in first}
+    first, last, tokens = measured[0], measured[-1], measured[0]["tokens"]
     return {
-        "loss": whole["loss"] / len(measured),
-        "grad_norm": max(norms, key=lambda norm: (math.isnan(norm), norm)),
-        "tokens": int(first["tokens"]),
-        "logprob_gap": per_token.pop("gap"),
-        **per_token,
-        **{f"ratio_{what}": whole[f"ratio_{what}"] for what in ("min", "max")},
-        **{name: whole[name] / whole["tokens"] for name in ("clip_low", "clip_high")},
+        "loss": first["loss"],
+        "grad_norm": fmean(sums["grad_norm"] for sums in measured),
+        "tokens": int(tokens),
+        "skipped": skipped,
+        "broken": not torch.stack([p.isfinite().all() for p in model.parameters()]).all(),
+        **{name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first},
+        **{name: last[name] / tokens for name in ("ratio_gap", "clip_low", "clip_high")},
     }
 
 
 def check_start(metrics, dtype):
-    """Refuses a run whose sampler, policy and reference were not one function before the first update."""
-    gap, kl = metrics["logprob_gap"], metrics.get("kl", 0.0)
-    if not gap < (1e-3 if dtype == torch.float32 else 0.05):
+    """Refuses a run whose model does not write answers, or whose sampler, policy and reference were not one function
+    before the first update."""
+    if metrics.get("structure", 1.0) < 0.2:
+        refuse(f"only {metrics['structure']:.0%} of the first answers have the structure of one, and {metrics['hit_limit']:.0%} "
+               f"hit their limit: if most do, raise the task's LIMITS {task.LIMITS}; else the model does not speak this "
+               "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
+    gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
+    if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         refuse(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
                "weights that are not finite can cause.")  # fmt: skip
-    if not kl < (1e-5 if dtype == torch.float32 else 1e-3):  # in bf16 another device or kernel rounds differently
+    if not kl < (1e-5 if exact else 1e-3):  # in bf16 a microbatch of another shape rounds differently
         refuse(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
+
+def uniform_numbers(count, group_size, seed):
+    """(count, G, T): they decide what is drawn. Made for all questions at once, however many processes share them."""
+    return torch.rand(count, group_size, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(seed))
 
 
 def evaluate(model, questions, file, step):
     """{"policy legal T=0": (mean, half-width of its 95 % interval), ...}, greedy and as sampled in training, by all
     processes together; `file` gets the first sampled answers of each kind. SEED decides what is drawn."""
-    figures, model, lead = {}, model.cast(model.dtype), parallel.rank() == 0
-    noise = torch.rand(len(questions), 1, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(SEED))
-    mine = range(parallel.rank(), len(questions), parallel.world())
-    chunks = [list(mine[i : i + EVAL_ROWS]) for i in range(0, len(mine), EVAL_ROWS)]
-    bar = tqdm(total=2 * len(chunks), desc="evaluation", leave=False, disable=None if lead else True)
+    figures, mine = {}, slice(parallel.rank(), None, parallel.world())
+    noise, model = uniform_numbers(len(questions), 1, SEED)[mine], model.cast(model.dtype)
     for temperature in (0.0, TEMPERATURE):
-        found = []
-        for indices in chunks:
-            asked = [questions[i] for i in indices]
-            found += [s for _, samples in sample(model, asked, 1, temperature, noise[indices]) for s in samples]
-            bar.update()
-        found = parallel.gather(found)
-        figures |= {f"{name} T={temperature:g}": value for name, value in monitor.intervals(found).items()}
-    bar.close()
-    if lead:
+        parts = sample(model, questions[mine], 1, task.LIMITS, temperature, noise, EVAL_ROWS)
+        parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
+        answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
+        check_grades(answers)
+        figures |= {f"{name} T={temperature:g}": value for name, value in monitor.intervals(answers).items()}
+    if parallel.rank() == 0:
+        monitor.show(answers)
         with open(file, "a") as log:
-            for kind in dict.fromkeys(s.question.kind for s in found):
-                for s in [s for s in found if s.question.kind == kind][:16]:
-                    row = {"step": step, "completion": s.text, **s.question._asdict(), **s.grade._asdict()}
-                    log.write(json.dumps(row) + "\n")
+            for kind in task.LIMITS:
+                for a in [a for a in answers if a.question.kind == kind][:16]:
+                    row = {"step": step, "completion": a.text, "reward": a.grade.reward}
+                    log.write(json.dumps(row | a.question._asdict() | a.grade._asdict()) + "\n")
     return dict(sorted(figures.items(), key=lambda item: item[0].split(" ")[0]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Set-up and loop
+def examine(run, model, questions, title, report):
+    """One more column in the run's table of held-out skill; the seconds that it took."""
+    clock = time.time()
+    parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
+    skill = run.skill[title] = evaluate(model, questions, run.out / "samples.jsonl", run.step)
+    rewards = [mean for name, (mean, _) in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
+    run.best = max(run.best, (sum(rewards), run.step))
+    if parallel.rank() == 0:
+        write(run.out / "skill.json", json.dumps(run.skill, indent=2))
+        if report:
+            report({f"skill/{name}": mean for name, (mean, _) in skill.items()}, run.step)
+    return time.time() - clock
+
+
+# ---- Start and loop ----------------------------------------------------------------------------------------
 
 
 def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
-def make_reference(model, device, dtype):
-    return copy.deepcopy(model).to(hardware.choose(REF_DEVICE) if REF_DEVICE else device).cast(dtype)
+def make_reference(model):
+    return copy.deepcopy(model).cast(model.dtype)  # frozen
+
+
+def start():
+    """What the loop works with, at its beginning or where it was stopped: (run, model, reference, optimizer, training
+    items, held-out questions)."""
+    device = parallel.start(hardware.choose_device(DEVICE), NPROC)
+    lead, world = parallel.rank() == 0, parallel.world()
+    if BATCH_POSITIONS % world:
+        refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of "
+               f"{world}.")  # fmt: skip
+    run = Run(OUT_DIR)
+    if lead:
+        run.hold()
+        source = MODEL or task.start_model()
+        run.protect(source)
+    source = parallel.from_lead(source if lead else None)
+    resumed = None if FRESH else run.resume(STEPS)
+    if len(set(parallel.gather([run.step]))) > 1:
+        refuse(f"the processes see other checkpoints: OUT_DIR={OUT_DIR} has to be a folder that all machines share.")
+    if DTYPE == "auto":
+        run.dtype = run.dtype or parallel.from_lead(str(hardware.fastest_dtype(device)).removeprefix("torch."))
+    dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
+    model = GPT.load(source).to(device).use(dtype)
+    reference = make_reference(model) if KL_COEF else None
+    optimizer = make_optimizer(model)
+    if resumed:
+        restore(model, optimizer, *resumed)
+    run.good = run.good or run.snapshot(model, optimizer)
+
+    items, held_out = task.load(DATA, model.config)
+    if len(items) < BATCH_POSITIONS or not held_out:
+        refuse(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
+               f"{len(held_out)} held out; give more of them.")  # fmt: skip
+    make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
+    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
+    parameters = sum(p.numel() for p in model.parameters())
+    parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
+        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
+    if parameters > 5e7 and LR > 1e-5:
+        parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
+    if lead and FRESH:  # not before model and data are known to be good
+        run.clear()
+    return run, model, reference, optimizer, items, questions
 
 
 def main():
     settings.finish()
-    device = parallel.start(hardware.choose(DEVICE), NPROC)
-    lead, world = parallel.rank() == 0, parallel.world()
-    log = functools.partial(print, flush=True) if lead else lambda *_: None
-    if BATCH_POSITIONS % world:
-        refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
-
-    # Where the run stands: at its beginning, or where it was stopped. `state` is what one step leaves to the next.
-    out = Path(OUT_DIR)
-    if lead:
-        lock = checkpoint.lock(out)
-        if FRESH and MODEL and Path(MODEL).resolve().is_relative_to(out.resolve()):
-            refuse(f"FRESH=1 would delete MODEL={MODEL}, which lies in OUT_DIR={out}; name another OUT_DIR.")
-        source = MODEL or task.start_model()
-    source = parallel.from_lead(source if lead else None)
-    found = None if FRESH else checkpoint.load(out, log)
-    state = dict(step=0, lr_factor=1.0, skipped_in_a_row=0, rollbacks=0, skill={}, best=(-math.inf, 0))
-    if found:
-        state = found[1]
-        settings.compare(state["settings"], log)
-        ended = "after" in state["skill"] and (out / "model").exists() and (out / "report.html").exists()
-        if ended and state["step"] >= STEPS:
-            refuse(f"{out} holds a finished run of {state['step']} steps; name another OUT_DIR, raise STEPS to go on, "
-                   "or start over with FRESH=1.")  # fmt: skip
-        if "after" in state["skill"] and state["step"] < STEPS:  # a finished run that goes on
-            state["skill"][f"step {state['step']}"] = state["skill"].pop("after")
-        log(f"{out} holds this run's first {state['step']} steps; it goes on from there. FRESH=1 starts over.")
-    if len(set(parallel.gather([state["step"]]))) > 1:
-        refuse(f"not all processes see the same checkpoints: OUT_DIR={out} has to be a folder that all machines share.")
-    if DTYPE == "auto":  # decided once: another process, or a resumed run, might measure otherwise
-        state["dtype"] = state.get("dtype") or parallel.from_lead(str(hardware.fastest_dtype(device)).split(".")[1])
-    dtype = getattr(torch, state["dtype"] if DTYPE == "auto" else DTYPE)
-
-    model = GPT.load(found[0] if found else source).to(device).use(dtype)
-    optimizer = make_optimizer(model)
-    reference = None
-    if KL_COEF:
-        base = GPT.load(source) if found else model
-        if "reference" in state:  # the policy of an earlier step, see REF_UPDATE_EVERY
-            base.load_state_dict(state["reference"])
-        reference = make_reference(base, device, dtype)
-    if found:
-        for saved in (state["optimizer"], state["good"][1]):
-            saved["param_groups"] = optimizer.state_dict()["param_groups"]  # today's settings count
-        optimizer.load_state_dict(state.pop("optimizer"))
-    else:
-        state["good"] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-    items, held_out = task.load(DATA, model.config)
-    if len(items) < BATCH_POSITIONS:
-        refuse(f"DATA={DATA} has {len(items)} items to train on, fewer than BATCH_POSITIONS={BATCH_POSITIONS}.")
-    eval_questions = task.make_questions(held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
-    parameters = sum(p.numel() for p in model.parameters())
-    log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
-        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
-    if parameters > 5e7 and LR > 1e-5:
-        log(f"LR={LR:g} is high for a model of this size; LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 suit one of 124M.")
-    if lead:
-        if FRESH:  # not before model and data are known to be good
-            checkpoint.clear(out)
-        about = monitor.describe("./train.sh", device, dtype)
-        past, write = monitor.open_log(out, state["step"] if state["skill"] else -1, about, REPORT_TO, RUN_NAME)
-    if "before" not in state["skill"]:
-        state["skill"]["before"] = evaluate(model, eval_questions, out / "samples.jsonl", 0)
-
-    signals = checkpoint.catch_signals()
-    started, first_step = time.time(), state["step"]
-    for step in range(first_step, STEPS):
-        # Questions, answers, rewards, advantages
-        clock = time.time()
+    hardware.flush_denormals()
+    run, model, reference, optimizer, items, eval_questions = start()
+    lead, world, sampler = parallel.rank() == 0, parallel.world(), model.cast(model.dtype)
+    past, report = monitor.open_log(run, model, REPORT_TO, RUN_NAME) if lead else ([], None)
+    evaluation_seconds = 0.0 if run.skill else examine(run, model, eval_questions, "before", report)
+    signals = catch_signals()
+    while run.step < STEPS:
+        # Questions and answers
+        step, clock = run.step, [time.time()]
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-        results = rollout(model, task.make_questions(items, BATCH_POSITIONS, rng, model.config), step)
-        batches, samples = [batch for batch, _ in results], parallel.gather([s for _, some in results for s in some])
-        metrics = describe_rewards(samples)
-        if step == 0 and metrics.get("structure", 1.0) < 0.2:
-            refuse(f"only {metrics['structure']:.0%} of the first completions have the structure of an answer, so the model "
-                   f"{source} does not speak this format: check its weights and config.json, or pretrain it first.")  # fmt: skip
-        rollout_seconds, clock = time.time() - clock, time.time()
+        questions = task.make_questions(items, BATCH_POSITIONS, rng, model.config)
+        noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
+        sampler.follow(model)
+        mine = slice(parallel.rank(), None, world)
+        rollouts = list(sample(sampler, questions[mine], GROUP_SIZE, task.LIMITS, TEMPERATURE, noise[mine]))
+        clock.append(time.time())
+
+        # Rewards and advantages
+        rollouts = [(batch, graded(task, part, step)) for batch, part in rollouts]
+        answers = parallel.gather([answer for _, part in rollouts for answer in part])
+        batches = [compare(batch, part) for batch, part in rollouts]
+        clock.append(time.time())
 
         # Loss, gradient, guard, optimizer
-        lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * state["lr_factor"]
+        lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         for group in optimizer.param_groups:
             group["lr"] = lr
-        kl_coef = KL_COEF * grpo.kl_warmup(step, KL_WARMUP_STEPS, KL_WARMUP_FACTOR)
-        snapshot = None if step % SNAPSHOT_EVERY else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        metrics |= update(model, reference, optimizer, batches, kl_coef)
+        snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizer)
+        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizer, batches)
+        clock.append(time.time())
         if step == 0:
-            check_start(metrics, dtype)
-        update_seconds = time.time() - clock
+            check_grades(answers)
+            check_start(metrics, model.dtype)
 
         # What happened
-        metrics |= {
-            "step": step + 1,
-            "lr": lr,
-            "kl_coef": kl_coef,
-            "length": metrics["tokens"] / len(samples),
-            "seconds": {"rollout": round(rollout_seconds, 3), "update": round(update_seconds, 3)},
-            "tokens_per_second": metrics["tokens"] / (rollout_seconds + update_seconds),
-            "peak_memory_gb": hardware.peak_memory(device),
-        }
+        run.step += 1
+        seconds = dict(zip(("sampling", "grading", "update"), (b - a for a, b in zip(clock, clock[1:]))))
+        metrics |= {"step": run.step, "lr": lr, "length": metrics["tokens"] / len(answers)}
+        metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / sum(seconds.values())}
         if lead:
-            metrics["state"], metrics["advice"] = monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
+            metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = [*past[-39:], metrics]  # as many as diagnose looks at
-            write(metrics)
-            log(monitor.progress_line(metrics, STEPS, (time.time() - started) / (step + 1 - first_step) * (STEPS - step - 1)))
+            monitor.write_metrics(run.out, metrics, report)
+            evaluations = 1 + ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0)
+            parallel.log(monitor.progress_line(past, STEPS, evaluations * evaluation_seconds))
 
         # Going back: after updates that could not be made, or that went too far from the reference
-        state["skipped_in_a_row"] = state["skipped_in_a_row"] + 1 if metrics["skipped"] else 0
+        run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
         too_far = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
-        if metrics["broken"] or too_far or state["skipped_in_a_row"] >= MAX_CONSECUTIVE_NANS:
-            state["rollbacks"] += 1
-            if state["rollbacks"] == 3:
-                refuse("the run failed for the third time; lower LR, or see the last line's advice.")
-            model.load_state_dict(state["good"][0])
-            optimizer.load_state_dict(copy.deepcopy(state["good"][1]))
-            state |= {"lr_factor": state["lr_factor"] * RECOVERY_LR_FACTOR, "skipped_in_a_row": 0}
-            log(f"back to the last good state, with LR times {state['lr_factor']:g}")
+        if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
+            run.go_back(model, optimizer, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
-            state["good"] = snapshot  # taken before this update; this step's completions and their KL were sound
-        if reference is not None and REF_UPDATE_EVERY and (step + 1) % REF_UPDATE_EVERY == 0:
-            reference = make_reference(model, device, dtype)
+            run.good = snapshot  # taken before this update; this step's answers and their KL were sound
 
         # Evaluation, checkpoint
-        state["step"], last = step + 1, step + 1 == STEPS
-        stopping = bool(parallel.gather(signals))
-        evaluated = last or bool(EVAL_EVERY) and (step + 1) % EVAL_EVERY == 0
-        if evaluated:
-            skill = evaluate(model, eval_questions, out / "samples.jsonl", step + 1)
-            state["skill"]["after" if last else f"step {step + 1}"] = skill
-            rewards = [mean for name, (mean, _) in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
-            state["best"] = max(state["best"], (sum(rewards), step + 1))
-            if lead:
-                (out / "skill.json").write_text(json.dumps(state["skill"], indent=2))
-                monitor.show(samples)
-                log(monitor.table(state["skill"]))
-        if lead and ((step + 1) % SAVE_EVERY == 0 or evaluated or stopping):
-            whole = state | {"optimizer": optimizer.state_dict(), "settings": settings.values()}
-            if reference is not None and REF_UPDATE_EVERY:
-                whole["reference"] = reference.state_dict()
-            checkpoint.save(out, model, whole)
-        if stopping and not last:
-            log(f"stopped after step {step + 1}; the same command goes on from there.")
-            sys.exit(128 + (signals or [0])[0])
+        stopping = parallel.gather(signals)
+        due = EVAL_EVERY > 0 and run.step % EVAL_EVERY == 0 and run.step < STEPS
+        if due:
+            evaluation_seconds = examine(run, model, eval_questions, f"step {run.step}", report)
+        if lead and (due or stopping or run.step % SAVE_EVERY == 0):
+            run.save(model, optimizer)
+        if stopping and run.step < STEPS:
+            parallel.log(f"stopped after step {run.step}; the same command goes on from there.")
+            sys.exit(128 + stopping[0])
+
+    if "after" not in run.skill:
+        examine(run, model, eval_questions, "after", report)
     if lead:
-        finish_run(model, out)
-        lock.close()
+        run.save(model, optimizer)
+        parallel.log(monitor.table(run.skill))
+        run.finish(model)
     parallel.finish()
-
-
-def describe_rewards(samples):
-    """The metrics of all the answers of a step, of which those of a group lie next to each other."""
-    rewards = torch.tensor([s.grade.reward for s in samples])
-    constant = grpo.constant(rewards.view(-1, GROUP_SIZE))
-    return {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
-        "reward_max": rewards.max().item(),
-        "frac_zero_std": constant.float().mean().item(),
-        "hit_limit": sum(s.hit_limit for s in samples) / len(samples),
-    } | monitor.by_kind(samples)
-
-
-def finish_run(model, out):
-    from tools import report
-
-    model.save(out / "model")
-    print(f"{out}/model       the trained model, a folder that transformers opens")
-    print(f"{report.write(out)}  how the run went")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # before the loop, which saves first
+    except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
+    except torch.OutOfMemoryError:
+        refuse(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS}, GROUP_SIZE={GROUP_SIZE} or the limits of new "
+               f"tokens {task.LIMITS}; {continuation(OUT_DIR)}")  # fmt: skip
+    except OSError as error:
+        refuse(f"a file could not be read or written ({error}); {continuation(OUT_DIR)}")
     except RuntimeError as error:
-        refuse(parallel.explain(error))
+        if not parallel.another_has_ended(error):
+            raise
+        refuse(f"another process of this run has ended, see above; {continuation(OUT_DIR)}")

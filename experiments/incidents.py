@@ -1,9 +1,9 @@
 """The incident gallery: each failure that a run is protected from, really run next to the default, as one picture.
 
-    python -m experiments.incidents OUT [--only NAME ...] [--steps N]              about eight minutes of one core
+    python -m experiments.incidents OUT [--only NAME ...]              about eight minutes of one core
 
 Every run is train.main() in this process, with the embedded model and small batches. What no setting brings back is a
-patch of a few lines. OUT gets NAME.png and incidents.json, which has all that the curves show; tables are printed.
+patch of a few lines. OUT gets NAME.png and incidents.json, which has all that the curves show.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import grpo
 import rewards
 import rollout
 import train
-from experiments.seeds import plt, write
+from experiments import seeds
 from experiments.variants import run_here
 from model import GPT
 from nanorook import monitor
@@ -36,8 +36,7 @@ UNLIMITED = dict(MAX_GRAD_NORM=1e30, CLIP_RANGE=1.0, CLIP_RANGE_HIGH=1e30, KL_DI
 load, grade, generate, policy_loss = GPT.load, rewards.grade, rollout.generate, grpo.policy_loss
 items = functools.cache(lambda source, load=rewards.load: load(source, None))  # read once for all runs
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The old bugs
+# ---- The old bugs ------------------------------------------------------------------------------------------
 
 
 def far(logprobs, old_logprobs, *args, **kwargs):
@@ -59,13 +58,13 @@ def endless(model, *args):
 def capped(question, text, hit_limit, step):
     """What hits its limit is worth 0.05 at most."""
     found = grade(question, text, False, step)
-    return found._replace(reward=min(found.reward, 0.05)) if hit_limit else found
+    return found._replace(pieces=(("capped", min(found.reward, 0.05)),)) if hit_limit else found
 
 
 def cliff(*args):
     """1 for the engine's best move, -1 for anything else."""
     found = grade(*args)
-    return found._replace(reward=1.0 if found.metrics.get("best") else -1.0)
+    return found._replace(pieces=(("best", 1.0 if found.metrics.get("best") else -1.0),))
 
 
 def blind(question, text, hit_limit, step):
@@ -109,11 +108,10 @@ def reluctant(source):
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The gallery: name -> title, steps, what the panels show, and the runs: settings that differ from SMALL, and patches.
 # The first run fails, the last one is the default.
 
-FAR, PLAIN_SGD, ENDLESS = (grpo, "policy_loss", far), (train, "make_optimizer", sgd), (train, "generate", endless)
+FAR, PLAIN_SGD, ENDLESS = (grpo, "policy_loss", far), (train, "make_optimizer", sgd), (rollout, "generate", endless)
 CAPPED, CLIFF, BLIND = ((rewards, "grade", bug) for bug in (capped, cliff, blind))
 DROPOUT, NEVER_LOADED, NOISY, RELUCTANT = ((GPT, "load", bug) for bug in (dropout, never_loaded, noisy, reluctant))
 INCIDENTS = {
@@ -124,7 +122,6 @@ INCIDENTS = {
     }),
     "collapse": ("Zero-gradient collapse", 8, ("frac_zero_std", "grad_norm", "reward"), {
         "hard cap": (PLAIN, [ENDLESS, CAPPED]),
-        "hard cap, CREDIT=piece": (PLAIN | {"CREDIT": "piece"}, [ENDLESS, CAPPED]),
         "default penalty": (PLAIN, [ENDLESS]),
     }),
     "cliff": ("Cliff rewards", 10, ("frac_zero_std", "grad_norm", "structure"), {
@@ -160,12 +157,12 @@ def run(steps, settings, patches):
     return run_here(rewards, SMALL | settings | {"STEPS": steps}, patches)[0], words
 
 
-def record(name, steps):
+def record(name):
     """What incidents.json keeps of an incident."""
-    title, usual, panels, runs = INCIDENTS[name]
+    title, steps, panels, runs = INCIDENTS[name]
     found = {}
     for label, (settings, patches) in runs.items():
-        rows, words = run(steps or usual, settings, patches)
+        rows, words = run(steps, settings, patches)
         curves = {panel: [float(f"{row.get(panel, math.nan):.5g}") for row in rows] for panel in panels}
         bugs = [f"{bug.__name__}: {bug.__doc__}" for *_, bug in patches]
         found[label] = {"settings": settings, "patches": bugs, "words": words, "curves": curves}
@@ -174,7 +171,7 @@ def record(name, steps):
 
 def draw(incident, path):
     panels = next(iter(incident["runs"].values()))["curves"]
-    figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.4), constrained_layout=True)
+    figure, axes = seeds.pyplot().subplots(1, len(panels), figsize=(12, 3.4), constrained_layout=True)
     for axis, panel in zip(axes, panels):
         curves = {label: run["curves"][panel] for label, run in incident["runs"].items()}
         for (label, curve), style in zip(curves.items(), ["C3-o", *["C1--s"] * (len(curves) - 2), "C0-o"]):
@@ -187,33 +184,20 @@ def draw(incident, path):
     axes[0].legend()
     figure.suptitle(incident["title"])
     figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def table(incident):
-    """The first step → the last, and the range of all."""
-    panels = next(iter(incident["runs"].values()))["curves"]
-    lines = [f"| {incident['title']} | {' | '.join(panels)} |", "| --- |" + " ---: |" * len(panels)]
-    for label, found in incident["runs"].items():
-        curves = found["curves"].values()
-        cells = [f"{c[0]:.3g} → {c[-1]:.3g} ({min(c):.3g} to {max(c):.3g})" for c in curves]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    seeds.pyplot().close(figure)
 
 
 def main():
     p = argparse.ArgumentParser("python -m experiments.incidents", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path)
     p.add_argument("--only", nargs="+", choices=INCIDENTS, default=list(INCIDENTS), metavar="NAME")
-    p.add_argument("--steps", type=int, help="of every run, instead of each incident's own number")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     found = {"about": monitor.describe("python -m experiments.incidents", "cpu", torch.float32)}
     for name in a.only:
-        found[name] = record(name, a.steps)
-        write(a.out / "incidents.json", found)
+        found[name] = record(name)
+        seeds.record(a.out / "incidents.json", found)
         draw(found[name], a.out / f"{name}.png")
-        print(f"{table(found[name])}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,17 @@ of the evaluation. They share their held-out questions, EVAL_POSITIONS in number
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # a file, no window; for the other scripts, too
-import matplotlib.pyplot as plt
+from nanorook import monitor
+from nanorook.run import write
+from nanorook.settings import number, refuse
 
 ROOT = Path(__file__).parent.parent
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 95 %, for n values
 PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares
 
 
@@ -33,20 +30,15 @@ def read(file):
     return json.loads(file.read_text())
 
 
-def write(file, content):
-    """The whole file or nothing; pairs of numbers are kept on one line."""
-    part, text = file.with_name(f".{file.name}"), json.dumps(content, indent=1)
-    part.write_text(re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2]", text) + "\n")
-    os.replace(part, file)
+def record(file, content):
+    """Pairs of numbers are kept on one line."""
+    text = re.sub(r"\[\s+([-\d.e]+),\s+([-\d.e]+)\s+\]", r"[\1, \2]", json.dumps(content, indent=1))
+    write(file, text + "\n")
 
 
 def with_interval(values, form=".1f"):
     """The mean and, of several values, the half-width of its 95 % interval."""
-    mean = f"{statistics.fmean(values):{form}}"
-    if len(values) == 1:
-        return mean
-    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean} ± {half:{form.lstrip('+')}}"
+    return monitor.with_interval(*monitor.interval(values), form)
 
 
 def run(folder, arguments):
@@ -80,9 +72,22 @@ def table(runs, controls):
     return "\n".join(lines)
 
 
+def pyplot():
+    """To draw into files. Only ./test.sh installs it, so it is loaded after all else is done."""
+    try:
+        import matplotlib
+    except ImportError:
+        refuse("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
+    matplotlib.use("Agg")  # no window
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
 def draw(runs, controls, names, path):
     """A line for each run, and their mean; controls are grey."""
-    figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 3.4), constrained_layout=True, squeeze=False)
+    size = 4.2 * len(names), 3.4
+    figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
     for axis, name in zip(axes[0], names):
         for some, colour, label in ((controls, "0.5", "without a reward"), (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
@@ -102,8 +107,8 @@ def main():
     p = argparse.ArgumentParser("python -m experiments.seeds", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path)
     p.add_argument("--task", default="rewards.py")
-    p.add_argument("--seeds", type=int, default=5, choices=[1, *STUDENT])
-    p.add_argument("--controls", type=int, default=1, choices=[1, *STUDENT])
+    p.add_argument("--seeds", type=number(int, 1), default=5)
+    p.add_argument("--controls", type=number(int, 1), default=1)
     p.add_argument("--curves", nargs="+", metavar="NAME", help="such as 'policy legal T=0'; else the rewards")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()
@@ -119,12 +124,12 @@ def main():
             if (name := f"{kind}-{seed}") not in known["runs"]:
                 arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={int(kind == 'control')}", *a.settings]
                 known["runs"][name] = run(out / name, arguments)
-                write(file, known)
+                record(file, known)
             found[kind].append(known["runs"][name])
     runs, controls = found.values()
     rewards = [name for name in list(runs[0]["skill"].values())[0] if " reward T=" in name]
+    print(table(runs, controls), flush=True)
     draw(runs, controls, a.curves or rewards, out / "seeds.png")
-    print(table(runs, controls))
 
 
 if __name__ == "__main__":

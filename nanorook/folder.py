@@ -1,6 +1,6 @@
 """Model folders made by others: found or downloaded, config checked, weights read without running code."""
 
-import os
+import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -9,19 +9,21 @@ import torch
 from safetensors.torch import load_file
 
 from nanorook.settings import refuse
-from nanorook.tokenizer import TOKENIZER_FILES, read_json
+from nanorook.tokenizer import TOKENIZER_FILES
 
 # Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
+HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
 
 
 def fetch(source):
     """The folder of a model: `source` itself, or the hub's files in the local cache."""
-    if os.path.isdir(source):
+    if Path(source).is_dir():
         return Path(source)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
-        refuse(f"{source}: there is no such folder, and it is no hub id (owner/name).")
+    owner = str(source).split("/")[0]  # where this is a folder of ours, the rest was mistyped
+    if owner in ("out", "runs", "weights") or Path(owner).is_dir() or not re.fullmatch(HUB_ID, str(source)):
+        refuse(f"{source}: there is no such folder; a model on the hub is named owner/name.")
     from huggingface_hub import snapshot_download
 
     patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
@@ -30,9 +32,18 @@ def fetch(source):
         if not any(folder.glob("model*.safetensors")):
             folder = Path(snapshot_download(source, allow_patterns=[*patterns, "pytorch_model.bin"]))
     except Exception as error:  # offline, unknown, private, full disk: each raises another class
-        reason = str(error).strip().split("\n")[0]
-        refuse(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {reason}")
+        refuse(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {error}")
     return folder
+
+
+def read_json(path):
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds something else")
+        return content
+    except (ValueError, OSError, RecursionError) as error:
+        refuse(f"{path}: expected a JSON object, in a folder as transformers saves it ({error}).")
 
 
 def read_weights(folder):
@@ -42,7 +53,7 @@ def read_weights(folder):
         names = ["model.safetensors"]
     elif index.exists():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             refuse(f"{index}: its weight_map does not map tensors to files.")
         names = sorted({Path(name).name for name in shards.values()})
     elif (folder / "pytorch_model.bin").exists():
@@ -57,8 +68,7 @@ def read_weights(folder):
             if not all(map(torch.is_tensor, tensors.values())):
                 raise ValueError("a dictionary of tensors is expected")
         except Exception as error:  # an unpickler may raise anything
-            reason = str(error).strip().split("\n")[0]
-            refuse(f"{file}: damaged, missing or not a file of weights ({type(error).__name__}: {reason})")
+            refuse(f"{file}: damaged, missing or not a file of weights: {type(error).__name__} {error}")
         weights.update(tensors)
     return weights
 

@@ -1,21 +1,30 @@
 """What a model runs on: the device, the dtype of its matrix products, whether it is compiled."""
 
-import resource
+import re
 import shutil
-import time
+import timeit
+from functools import partial
 
 import torch
 
 from nanorook.settings import refuse
 
 
-def choose(name="auto"):
+def choose_device(name="auto"):
     """The device of that name; auto: cuda if there is one."""
-    torch.set_flush_denormal(True)  # sharp attention is full of denormal numbers, which make a CPU half as fast
-    try:
-        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except RuntimeError:
-        refuse(f"{name} is no device; use auto, cpu, cuda or cuda:1.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if not found:
+        refuse(f"{name} is no device to train on; use auto, cpu, cuda or cuda:1.")
+    if name != "cpu" and int(found[1] or 0) >= torch.cuda.device_count():
+        refuse(f"there is no {name}: this machine has {torch.cuda.device_count()} usable GPU(s); use auto or cpu.")
+    return torch.device(name)
+
+
+def flush_denormals():
+    """Sharp attention is full of denormal numbers, which make a CPU half as fast: from now on they are 0."""
+    torch.set_flush_denormal(True)
 
 
 def fastest_dtype(device):
@@ -25,12 +34,7 @@ def fastest_dtype(device):
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, w = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.nn.functional.linear(x, w)
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
+        seconds[dtype] = min(timeit.repeat(partial(torch.nn.functional.linear, x, w), number=1, repeat=5))
     return min(seconds, key=seconds.get)
 
 
@@ -40,10 +44,3 @@ def compiles(wanted, device):
         print("no C compiler was found, so torch.compile is left out: apt install gcc", flush=True)
         return False
     return wanted == "1" or wanted == "auto" and device.type == "cuda"
-
-
-def peak_memory(device):
-    """In GB: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from nanorook.settings import refuse
+from nanorook import hardware
 
 
 def rank():
@@ -23,27 +23,30 @@ def world():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def log(text):
+    """Prints it, once for all processes."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
 def start(device, processes):
     """Joins the other processes, or starts them first; returns this one's device."""
-    device = torch.device(device)
     if processes > 1 and "RANK" not in os.environ:
         launch(processes)
-    alone = "RANK" not in os.environ
-    if device.type == "cuda":  # set_device wants a number
-        device = torch.device("cuda", device.index or 0 if alone else int(os.environ["LOCAL_RANK"]))
-        if device.index >= torch.cuda.device_count():
-            refuse(f"there is no {device}: this machine has {torch.cuda.device_count()} usable GPU(s).")
+    if device.type == "cuda":
+        device = hardware.choose_device(f"cuda:{os.environ.get('LOCAL_RANK', device.index or 0)}")
         torch.cuda.set_device(device)
-    if alone:
-        return device
-    if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or os.environ.get("TORCHELASTIC_RUN_ID")):
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))  # torchrun sets it to 1
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if "RANK" in os.environ:
+        if device.type == "cpu":  # torchrun gives each process one thread
+            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
 
 def launch(processes):
-    """Starts this program again for every other rank, in a session of its own: Ctrl-C reaches this process alone."""
+    """Starts this program again for every other rank, in a session of its own: Ctrl-C reaches this process alone.
+
+    torchrun would pass Ctrl-C on, and 30 seconds later kill whoever is still at its step, before anything is saved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
@@ -55,11 +58,9 @@ def launch(processes):
             atexit.register(process.kill)  # it has nothing to save
 
 
-def explain(error):
-    """The sentence for an error that another process caused by ending; any other error is raised again."""
-    if world() > 1 and (isinstance(error, dist.DistError) or "onnection" in str(error)):
-        return "another process of this run has ended, see above; the same command goes on from the last checkpoint."
-    raise error
+def another_has_ended(error):
+    """Whether this is what a process gets when another one of its run ends; gloo's error has no class of its own."""
+    return world() > 1 and (isinstance(error, dist.DistError) or "connection" in str(error).lower())
 
 
 def finish():
@@ -67,10 +68,10 @@ def finish():
         dist.destroy_process_group()
 
 
-def total(tensor, how="sum"):
-    """The tensor's sum, minimum or maximum over all processes, in place."""
+def total(tensor):
+    """The tensor's sum over all processes, in place."""
     if world() > 1:
-        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how])
+        dist.all_reduce(tensor)
     return tensor
 
 
@@ -95,7 +96,4 @@ def gather(items):
 
 def from_lead(value):
     """The value that the first process has."""
-    box = [value]
-    if world() > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
+    return gather([value])[0]

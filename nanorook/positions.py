@@ -1,12 +1,13 @@
-"""Chess positions: read from files in six formats, mirrored, held out for evaluation, and moves to ask about.
+"""Chess positions: read from files in six formats, held out for evaluation, and moves to ask about.
 
-`load` recognises the format of each line by itself. A line that cannot be used is reported with its file, its
-line number and what was expected there.
+`load` recognises the format of each line by itself and keeps each board once. A line that cannot be used is reported
+with its file, its number and what was expected there.
 """
 
 import gzip
 import io
 import itertools
+import logging
 import re
 import sys
 import zlib
@@ -29,8 +30,7 @@ class Position(NamedTuple):
 
 BUILTIN = Path(__file__).parent.parent / "data" / "positions.txt.gz"
 
-# -----------------------------------------------------------------------------
-# Boards with a dot for each empty square
+# ---- Boards with a dot for each empty square ---------------------------------------------------------------
 
 
 def expand_board(fen):
@@ -45,30 +45,17 @@ def contract_board(fen):
     return re.sub(r"\.+", lambda match: str(len(match[0])), board) + space + rest
 
 
-# -----------------------------------------------------------------------------
-# Mirrored positions (White and Black exchanged), and the boards that are held out
-
-
-def mirror_move(uci):
-    return uci[0] + str(9 - int(uci[1])) + uci[2] + str(9 - int(uci[3])) + uci[4:]
+# ---- Which positions are one board, and which boards are held out ------------------------------------------
 
 
 def mirror_fen(fen):
+    """The same position with White and Black exchanged."""
     board, turn, castling, en_passant, *counters = fen.split(" ")
     board = "/".join(reversed(board.split("/"))).swapcase()
     turn = "b" if turn == "w" else "w"
     castling = "".join(sorted(castling.swapcase()))  # capitals first, as in KQkq
     en_passant = en_passant if en_passant == "-" else en_passant[0] + str(9 - int(en_passant[1]))
     return " ".join([board, turn, castling, en_passant, *counters])
-
-
-def mirror(position):
-    return Position(
-        mirror_fen(position.fen),
-        tuple(map(mirror_move, position.history)),
-        tuple((mirror_move(uci), cp) for uci, cp in position.moves),
-        position.asked and mirror_move(position.asked),
-    )
 
 
 def board_key(fen):
@@ -86,6 +73,16 @@ def held_out(fen):
     return zlib.crc32(board_key(fen).encode()) % 11 == 0
 
 
+def distinct(positions):
+    """Each board once, and once for each move that is asked: the first of several, or the first that has labels."""
+    found = {}
+    for position in positions:
+        key = board_key(position.fen), position.asked
+        if key not in found or position.moves and not found[key].moves:
+            found[key] = position
+    return list(found.values())
+
+
 def split(positions):
     """(train, held_out)"""
     sides = [], []
@@ -94,8 +91,7 @@ def split(positions):
     return sides
 
 
-# -----------------------------------------------------------------------------
-# Lines of text
+# ---- Lines of text -----------------------------------------------------------------------------------------
 
 UCI = "[a-h][1-8][a-h][1-8][qrbn]?"
 CP = r"-?\d{1,7}"  # 99999 is a mate
@@ -109,7 +105,7 @@ EXPECTED = (
     "a FEN, an EPD, 'FEN;recent moves;move:centipawns ...', 'P: FEN M: moves E: evaluations B: move' "
     "or 'A: FEN+move+recent moves and the move+next FEN+reward+terminated+truncated'"
 )
-VERIFIED_LINES = 5_000  # at the start of a file in our own format, see `read_lines`
+VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_lines`
 
 
 def write_position(position):
@@ -151,73 +147,61 @@ def verify(position):
     moves = tuple((sys.intern(board.parse_uci(uci).uci()), cp) for uci, cp in position.moves)
     if list(moves) != sorted(moves, key=lambda label: -label[1]) or len(dict(moves)) != len(moves):
         raise ValueError("expected each move once, best first")
+    if position.asked:
+        chess.Move.from_uci(position.asked)  # which may be illegal, but has to lead to another square
     return position._replace(fen=board.fen(), moves=moves)
 
 
-def read_lines(lines):
-    """Yields (line number, positions or ValueError).
+def drawn(position):
+    """The position, verified at last: whoever draws one from a long file calls this before using it."""
+    try:
+        verify(position)
+    except ValueError as error:
+        refuse(f"the data's position {position.fen} cannot be used: {error}; remove its line.")
+    return position
 
-    Verifying a labelled line takes 80 microseconds, ten times as long as reading it. Lines in our own format
-    were written from verified positions, so only the first VERIFIED_LINES of a file are verified again, which is
-    enough to notice a file that another program wrote, and odd ones: without eight ranks, or with an en passant square.
-    Where no pawn can use that, python-chess removes it, so that `held_out` hashes the same text for the same board.
+
+def read_line(line, number):
+    """[position] of a line, [] of an empty one or a comment.
+
+    Verifying a labelled line takes 200 microseconds, ten times as long as reading it. Lines in our own format were
+    written from verified positions, so of the labelled ones only the first VERIFIED_LINES of a file are verified now,
+    which is enough to notice a file that another program wrote, the others when they are drawn; and odd ones: without
+    eight ranks, or with an en passant square. Where no pawn can use that, python-chess removes it, so that `held_out`
+    hashes the same text for the same board.
     """
-    for number, line in enumerate(lines, 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        try:
-            position = read_position(line)
-            odd = position.fen.count("/") != 7 or position.fen.split(" ")[3] != "-"
-            if odd or number <= VERIFIED_LINES or not OURS.fullmatch(line):
-                position = verify(position)
-            yield number, [position]
-        except ValueError as error:
-            yield number, error
+    line = line.strip()
+    if not line or line.startswith("#"):
+        return []
+    position = read_position(line)
+    odd = position.fen.count("/") != 7 or position.fen.split(" ")[3] != "-"
+    if odd or number <= VERIFIED_LINES or not position.moves or not OURS.fullmatch(line):
+        position = verify(position)
+    return [position]
 
 
-# -----------------------------------------------------------------------------
-# Games (PGN)
-
-
-class Quiet(chess.pgn.GameBuilder):
-    def handle_error(self, error):  # python-chess would also print it
-        self.game.errors.append(error)
-
-
-def read_games(text):
-    """Yields (line number, positions or ValueError) for each game of a PGN."""
-    file, line, start = io.StringIO(text), 1, 0
-    while game := chess.pgn.read_game(file, Visitor=Quiet):
-        game_text = text[start : file.tell()]
-        start = file.tell()
-        first = line + game_text[: -len(game_text.lstrip())].count("\n")
-        line += game_text.count("\n")
-        yield first, positions_of(game)
-
-
-def positions_of(game):
-    """Those of a game's main line, or a ValueError."""
-    if game.errors:
-        return ValueError(f"expected a game without errors, found {game.errors[0]}")
+def read_game(game, number):
+    """The positions of the main line of a PGN's game."""
     board, found, history = game.board(), [], []
+    if game.errors:
+        raise ValueError(f"expected a game without errors, found {game.errors[0]}")
     if type(board) is not chess.Board or board.chess960 or not board.is_valid():
-        return ValueError("expected a game of standard chess from a possible position")
+        raise ValueError("expected a game of standard chess from a possible position")
     for move in game.mainline_moves():
         if not move:
-            return ValueError("expected moves, found a null move")
+            raise ValueError("expected moves, found a null move")
         found.append(Position(board.fen(), tuple(history[-10:]), ()))
         history.append(sys.intern(move.uci()))
         board.push(move)
     return found
 
 
-# -----------------------------------------------------------------------------
-# Files
+# ---- Files -------------------------------------------------------------------------------------------------
 
 BAD_SHARE = 0.01  # of a file's lines (or of a PGN's games) may be unusable; with more, the file is refused
 HUB_LINES = 100_000  # read from a dataset on the hub
 HUB_BAD_SHARE = 0.1  # RookWorld's data has games that continue after an illegal move or a king's capture
+logging.getLogger("chess.pgn").setLevel(logging.CRITICAL)  # python-chess would print each bad game, too
 
 
 def read_text(path):
@@ -232,55 +216,48 @@ def read_text(path):
 
 def hub_lines(name):
     """The first HUB_LINES of a dataset on the hub, from the `text` column of its first file of training data.
-
-    RookWorld's seven million lines are in random order, so the first ones are a fair sample; all would take
-    10 GB of memory.
+    RookWorld's seven million lines are in random order, so the first ones are a fair sample; all take 10 GB of memory.
     """
     first = "data/train-00000-of-*.parquet"
     try:
         from huggingface_hub import snapshot_download
         from pyarrow.parquet import ParquetFile
 
-        files = list(Path(snapshot_download(name, repo_type="dataset", allow_patterns=first)).glob(first))
-        if not files:
-            raise FileNotFoundError(f"it has no {first}")
-        batches = ParquetFile(files[0]).iter_batches(columns=["text"])
+        [file] = Path(snapshot_download(name, repo_type="dataset", allow_patterns=first)).glob(first)
+        batches = ParquetFile(file).iter_batches(columns=["text"])
         return list(itertools.islice((line for batch in batches for line in batch["text"].to_pylist()), HUB_LINES))
-    except Exception as error:  # offline, unknown, private, without pyarrow: each raises another class
-        reason = str(error).strip().split("\n")[0]
-        refuse(f"hub:{name} cannot be read: {type(error).__name__} {reason}")
+    except Exception as error:  # offline, unknown, private, without such a file or pyarrow: each raises another class
+        refuse(f"hub:{name}: {first} cannot be read: {type(error).__name__} {error}")
 
 
 def load(source):
     """The positions of `builtin`, of a file (text or PGN, gzipped or not), or of `hub:owner/dataset`."""
-    source, kind, bad_share = str(source), "line", BAD_SHARE
+    source, kind, read, bad_share = str(source), "line", read_line, BAD_SHARE
     if source.startswith("hub:"):
-        entries, bad_share = read_lines(hub_lines(source[4:])), HUB_BAD_SHARE
+        entries, bad_share = hub_lines(source[4:]), HUB_BAD_SHARE
     else:
         text = read_text(BUILTIN if source == "builtin" else source)
+        entries = text.splitlines()
         if text.lstrip().startswith("[") or re.search(r"\.pgn(\.gz)?$", source.lower()):
-            entries, kind = read_games(text), "game"
-        else:
-            entries = read_lines(text.split("\n"))
-    positions, bad, total = [], [], 0
-    for line, result in entries:
-        total += 1
-        if isinstance(result, ValueError):
-            bad.append(f"line {line}: {result}")
-        else:
-            positions += result
-    count = f"{len(bad)} of {total} {kind}s"
-    if len(bad) > bad_share * total:
+            file = io.StringIO(text)
+            kind, read, entries = "game", read_game, list(iter(lambda: chess.pgn.read_game(file), None))
+    positions, bad = [], []
+    for number, entry in enumerate(entries, 1):
+        try:
+            positions += read(entry, number)
+        except ValueError as error:
+            bad.append(f"{kind} {number}: {error}")
+    count = f"{len(bad)} of {len(entries)} {kind}s"
+    if len(bad) > bad_share * len(entries):
         refuse(f"{source}, {bad[0]} ({count} cannot be used).")
     if not positions:
         refuse(f"{source}: expected positions, found none.")
     if bad:
         print(f"{source}: left out {count} that cannot be used; the first is {bad[0]}.", file=sys.stderr)
-    return positions
+    return distinct(positions)
 
 
-# -----------------------------------------------------------------------------
-# Moves to ask the environment about
+# ---- Moves -------------------------------------------------------------------------------------------------
 
 
 def illegal_move(board, rng):
@@ -308,6 +285,11 @@ def game_end(board, move):
     outcome = board.outcome()
     board.pop()
     return outcome and outcome.termination
+
+
+def mating_moves(board):
+    checks = [move for move in board.legal_moves if board.gives_check(move)]
+    return {move.uci() for move in checks if game_end(board, move) == chess.Termination.CHECKMATE}
 
 
 def environment_move(board, rng, illegal_share, best=None):

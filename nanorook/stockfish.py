@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 
 import chess
@@ -21,17 +22,16 @@ class EngineError(Exception):
 
 def find():
     """The path of the program, from STOCKFISH_PATH or from PATH; None if there is none."""
-    return os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
+    path = os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
+    if path and not shutil.which(path):
+        refuse(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
+    return path
 
 
 def require():
     """The path of the program; if there is none, exits with a sentence."""
-    path = find()
-    if path and not shutil.which(path):
-        refuse(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
-    if not path:
-        refuse("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program.")
-    return path
+    sentence = "Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program."
+    return find() or refuse(sentence)
 
 
 class Engine:
@@ -117,30 +117,38 @@ class Engine:
 class Labeller:
     """Labels positions during training, and survives an engine that dies, hangs or answers nonsense.
 
-    Such an engine is started again. After MAX_FAILURES, or if there is no engine, labels are empty, and
-    answers are graded by the rules of chess alone.
+    Such an engine is started again, MAX_FAILURES times. After that, or if there is none, labels are empty, and answers
+    are graded by the rules of chess alone.
     """
 
     MAX_FAILURES = 10
 
     def __init__(self):
-        self.path = require() if find() else None
-        self.engine, self.failures = None, 0
+        self.path, self.engine, self.failures = find(), None, 0
 
     def label(self, fen):
         """((uci, centipawns), ...), best first, or ()."""
-        for _ in range(2):
-            if self.path is None or self.failures >= self.MAX_FAILURES:
-                break
+        for _ in range(2 if self.path else 0):
             try:
                 self.engine = self.engine or Engine(self.path)
                 return self.engine.search_afresh(chess.Board(fen))
-            except EngineError:
-                self.failures += 1
+            except EngineError as error:
                 self.close()
+                self.failures += 1
+                if self.failures == self.MAX_FAILURES:
+                    self.path = None
+                    print(f"warning: Stockfish {error}; from now on unlabelled positions stay so.", file=sys.stderr)
         return ()
 
     def close(self):
         if self.engine:
             self.engine.close()
         self.engine = None
+
+
+def run(main):
+    """A program whose engine may die under it."""
+    try:
+        main()
+    except EngineError as error:
+        refuse(f"Stockfish {error}.")

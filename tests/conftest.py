@@ -1,10 +1,10 @@
 """Fixtures, and what becomes of tests that need a program which is not installed."""
 
+import gzip
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
 
-import re
 import shutil
 import signal
 
@@ -17,6 +17,7 @@ import train
 from model import GPT, GPTConfig
 from nanorook import positions, stockfish
 from nanorook.tokenizer import Tokenizer
+from tools import texts
 
 
 def pytest_runtest_setup(item):
@@ -26,14 +27,6 @@ def pytest_runtest_setup(item):
             if os.environ.get("NANOROOK_NO_SKIP") == "1":
                 pytest.fail(f"{reason} (NANOROOK_NO_SKIP=1 makes this an error)", pytrace=False)
             pytest.skip(reason)
-
-
-def pytest_terminal_summary(terminalreporter):
-    reasons = " ".join(str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
-    missing = re.findall(r": apt install ([\w+]+)", reasons)
-    if missing:
-        packages = " ".join(sorted({*missing}))
-        terminalreporter.write_line(f"{len(missing)} tests were skipped for missing programs: apt install {packages}")
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +62,7 @@ def model(hf_folder):
 @pytest.fixture(scope="session")
 def chess_lines():
     """Lines in RookWorld's padded format, with evaluations and mates."""
-    prompt, completion, some = rewards.policy_prompt, rewards.policy_completion, positions.load("builtin")[:500]
+    prompt, completion, some = rewards.policy_prompt, texts.policy_completion, positions.load("builtin")[:500]
     return [prompt(p.fen, "rookworld") + completion(p.fen, p.moves, "rookworld") for p in some]
 
 
@@ -102,6 +95,14 @@ def toy_model(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def few_positions(tmp_path_factory):
+    """A file with some of the embedded positions, as reading all of them takes seconds."""
+    path = tmp_path_factory.mktemp("data") / "positions.txt"
+    path.write_bytes(b"".join(gzip.open(toy.ROOT / "data" / "positions.txt.gz").readlines()[:400]))
+    return str(path)
+
+
 @pytest.fixture
 def toy_run(tmp_path, toy_model):
     """toy_run("out", STEPS=3) is train.main() in this process, with the task of toy.py; the rows of its metrics."""
@@ -120,7 +121,7 @@ def state_of_the_process():
     """What train.main() changes in its process is put back: other tests, and hypothesis, count on denormal numbers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    train.score.cache_clear()
+    train.compiled_score.cache_clear()
     torch.set_flush_denormal(False)
     for number, handler in handlers.items():
         signal.signal(number, handler)

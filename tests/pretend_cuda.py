@@ -9,14 +9,13 @@ them on the very same memory. What it cannot show: kernels, speed, memory, torch
 
 import contextlib
 import traceback
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 CPU, aten, T, ROOT = torch.device("cpu"), torch.ops.aten, torch.Tensor, str(Path(__file__).parent.parent)
 NOW = SimpleNamespace(device=0, ambient=CPU, graph=None, moving=False, seen=None)  # ambient: where new tensors lie
@@ -97,8 +96,6 @@ class Functions(TorchFunctionMode):
                 return move(args[0], device, dtype, kwargs.get("copy", False))
         if func is T.tolist and device_of(args[0]).type == "cuda":
             wait("tolist")
-        if func is T.numpy and device_of(args[0]).type == "cuda":
-            raise DeviceError("can't convert a cuda tensor to numpy")
         if func is T.__deepcopy__:
             return lay(func(*args, **kwargs), device_of(args[0]))
         device, ambient, tensors = kwargs.get("device"), NOW.ambient, tensors_in((args, kwargs))
@@ -145,50 +142,34 @@ def settle(out, tensors, home):
     return out
 
 
-class Reference:
-    """How a captured kernel knows a tensor: an address with sizes and strides. Only the graph's own memory is kept."""
-
-    def __init__(self, t, own):
-        storage = t.untyped_storage()
-        self.storage = (lambda: storage) if own else weakref.ref(storage)
-        self.dtype, self.view = t.dtype, (t.storage_offset(), tuple(t.shape), tuple(t.stride()))
-
-    def tensor(self):
-        if self.storage() is None:
-            raise CaptureError("a replay reads memory that is gone")
-        return torch.empty(0, dtype=self.dtype).set_(self.storage(), *self.view)
-
-
 class Graph:
     """torch.cuda.CUDAGraph, as far as its rules go."""
 
     def __init__(self):
-        self.kernels, self.own, self.saved, self.number = [], set(), {}, len(NOW.seen.captures)
+        self.kernels, self.saved, self.number = [], {}, len(NOW.seen.captures)
         NOW.seen.captures.append(0)  # how often it was replayed
 
     def record(self, func, args, kwargs, tensors):
+        """Runs the operator, keeps what it overwrites, and notes it with its very tensors if it is no view."""
         arguments = func._schema.arguments
         given = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(arguments)]
         written = tensors_in([v for v, a in zip(given, arguments) if a.alias_info and a.alias_info.is_write])
         for t in written:
-            if key(t) not in self.own and key(t) not in self.saved:
+            if key(t) not in self.saved:
                 self.saved[key(t)] = t.untyped_storage(), t.untyped_storage().clone()
-        stored = tree_map(lambda x: Reference(x, key(x) in self.own) if isinstance(x, T) else x, (args, kwargs))
         out, old = settle(func(*args, **kwargs), tensors, self.device), {key(t) for t in tensors}
-        results = [None if key(t) in old else Reference(t, True) for t in tensors_in(out)]
-        self.own |= {key(t) for t in tensors_in(out)} - old
-        if written or any(results):  # all but views
-            self.kernels.append((func, stored, results))
+        results = [None if key(t) in old else t for t in tensors_in(out)]
+        if written or any(t is not None for t in results):
+            self.kernels.append((func, args, kwargs, results))
         return out
 
     def replay(self):
         NOW.seen.captures[self.number] += 1
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            for func, stored, results in self.kernels:
-                args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Reference) else x, stored)
-                for t, reference in zip(tensors_in(func(*args, **kwargs)), results):
-                    if reference is not None:
-                        reference.tensor().copy_(t)
+            for func, args, kwargs, results in self.kernels:
+                for t, result in zip(tensors_in(func(*args, **kwargs)), results):
+                    if result is not None:
+                        result.copy_(t)
 
 
 @contextlib.contextmanager
@@ -217,13 +198,11 @@ def set_device(device):
 @contextlib.contextmanager
 def on(monkeypatch, capability=(9, 0), devices=2):
     NOW.device, NOW.graph, NOW.ambient, NOW.seen = 0, None, CPU, SimpleNamespace(waits=[], captures=[])
-    fakes = dict(is_available=True, device_count=devices, get_device_capability=capability, empty_cache=None)
-    fakes["get_device_name"] = "pretended GPU"
-    for name, answer in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: NOW.device)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device="cuda": 1e9 * full(device).index)
-    for name, fake in dict(set_device=set_device, device=current, CUDAGraph=Graph, graph=capturing).items():
+    fakes = dict(is_available=True, device_count=devices, get_device_capability=capability)
+    fakes = {name: lambda *args, answer=answer: answer for name, answer in fakes.items()}
+    fakes |= dict(get_device_name=lambda device: "pretended GPU", current_device=lambda: NOW.device)
+    fakes |= dict(set_device=set_device, device=current, CUDAGraph=Graph, graph=capturing)
+    for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     with Operators(), Functions():
         yield NOW.seen

@@ -18,23 +18,14 @@ CPU = torch.device("cpu")
 SMALL = {"config": GPTConfig(257, 160, 32, 2, 2, eos_token_id=256), "prompts": 2, "group": 2, "new": 5}
 
 
-@pytest.fixture(scope="module")
-def asked():
-    return bench.questions()
-
-
 @pytest.fixture
-def small(monkeypatch, asked):
+def small(monkeypatch):
     """bench's own road with workloads of a few tokens."""
-    found = {title: w._replace(**SMALL) for title, w in bench.workloads(CPU).items()}
+    found, asked = {title: w._replace(**SMALL) for title, w in bench.workloads(CPU).items()}, bench.questions(2)
     monkeypatch.setattr(bench, "workloads", lambda device: found)
-    monkeypatch.setattr(bench, "questions", lambda: asked)
-    return found
-
-
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
-    bench.main()
+    monkeypatch.setattr(bench.os, "environ", {**bench.os.environ})  # which main() changes
+    monkeypatch.setattr(bench, "questions", lambda count: asked)
+    return found, asked
 
 
 def counted(function):
@@ -43,7 +34,6 @@ def counted(function):
     return counter.get_total_flops()
 
 
-# The limit
 def flops_and_bytes(monkeypatch, lengths, **changes):
     """What the limit counts, read off a machine whose products, or whose copies, take no time."""
     w = bench.Workload("", CONFIG, len(lengths), **({"group": 4, "new": 16} | changes))
@@ -61,7 +51,7 @@ def test_the_work_that_is_counted_is_done_and_little_else(monkeypatch):
     flops, _ = flops_and_bytes(monkeypatch, lengths, kl=0.01)
     prompts, completions = [[1] * n for n in lengths], torch.zeros(12, 16).long()
     tensors = pad_prompts(prompts, "cpu")
-    assert flops["rollout"] <= counted(lambda: generate(model, prompts, 4, 16)) < 1.4 * flops["rollout"]
+    assert flops["rollout"] <= counted(lambda: generate(model, prompts, 4, [16] * 3)) < 1.4 * flops["rollout"]
     policy = counted(lambda: model.score(*tensors, completions).sum().backward())
     reference = counted(lambda: model.score(*tensors, completions))
     assert flops["update"] <= policy + reference < 1.4 * flops["update"]
@@ -82,34 +72,25 @@ def test_bytes_are_those_of_weights_caches_and_optimizer(monkeypatch):
     assert flops_and_bytes(monkeypatch, [11], kl=0.0)[1]["optimizer"] == 4 * (2 * 3 + 2) * 1000
 
 
-# A run
 def test_a_small_run_reports_what_it_promises(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "TRL", bench.TRL[1:2])
-    run(monkeypatch, "W1", "W4", "--runs", 2, "--json", tmp_path / "out.json")
+    monkeypatch.setattr(bench, "TRL", {"TRL, float32": bench.TRL["TRL, float32"]})
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+        bench.main()
+        return capsys.readouterr().out
+
+    said = run("W1", "W4", "--runs", 2, "--json", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     assert "W1 W4 --runs 2" in result["machine"]["command"] and set(result["workloads"]) == {"W1", "W4"}
     w = result["workloads"]["W4"]
     assert w["tokens_per_second"] == pytest.approx(2 * 2 * 5 / w["seconds"]) and len(w["rounds"]) == 2
     assert 0 < w["ratios"]["limit"] < 1 and w["ratios"]["TRL, float32"] > 0
-    assert len(result["workloads"]["W1"]["ratios"]) == 4
-    said = capsys.readouterr().out
-    assert said.count("the machine's limit") == 3 * 2 + 2 and "TRL, float32 takes" in said
+    assert len(result["workloads"]["W1"]["ratios"]) == 4 and "TRL, float32 takes" in said
 
-
-def test_only_nanorook_and_many_steps(small, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "installed", lambda: 1 / 0)  # the others are not even imported
-    run(monkeypatch, "W3", "--runs", 1, "--only", "nanorook", "--dtype", "bfloat16", "--watch", 21)
-    said = capsys.readouterr().out
+    monkeypatch.setattr(bench, "limit", lambda *_: 1 / 0)
+    said = run("W3", "--runs", 1, "--only", "nanorook", "--dtype", "bfloat16")
     assert "bfloat16\n" in said and said.count("  nanorook ") == 2 and "limit" not in said and "TRL" not in said
-    assert "  20 steps: 0 graphs compiled" in said and "  21 steps: 0 graphs compiled" in said
-
-
-def test_what_runs_is_named_before_it_ends(capsys):
-    def work():
-        assert capsys.readouterr().out.strip() == "someone"
-        return {"rollout": 1.0, "update": 2.0}
-
-    assert bench.timed("someone", work) == 3.0 and "3.000 s  rollout 1.000, update 2.000" in capsys.readouterr().out
 
 
 def test_ratios_are_medians_of_rounds():
@@ -120,30 +101,30 @@ def test_ratios_are_medians_of_rounds():
     assert found["seconds"] == 2.0 and found["tokens_per_second"] == 5 * 4 / 2
 
 
-def test_transformers_completes_the_same_prompts_with_the_same_weights(small, asked, monkeypatch, tmp_path):
+def test_transformers_completes_the_same_prompts_with_the_same_weights(small, monkeypatch, tmp_path):
     """Where only the likeliest token may be drawn, its side makes the project's own greedy tokens."""
     from transformers import GPT2LMHeadModel
 
     seen, original = [], GPT2LMHeadModel.generate
-    patched = lambda self, **settings: seen.append(original(self, **{**settings, "top_k": 1})) or seen[-1]  # noqa: E731
+    patched = lambda self, **settings: seen.append(original(self, **settings, top_k=1)) or seen[-1]  # noqa: E731
     monkeypatch.setattr(GPT2LMHeadModel, "generate", patched)
-    w = small["W1"]
-    model, _ = bench.prepare(w, CPU, torch.float32)
+    w, asked = small[0]["W1"], small[1]
+    model, _ = bench.prepare(w, asked, CPU, torch.float32)
     model.save(tmp_path)
-    bench.transformers_rounds(w, asked[:2], tmp_path, CPU, 1, lambda i: {})
-    prompts = [model.tokenizer.encode(question.prompt) for question in asked[:2]]
-    expected = generate(model, prompts, w.group, w.new, temperature=0).tokens
+    bench.transformers_rounds(w, asked, tmp_path, CPU, 1, dict)
+    prompts = [model.tokenizer.encode(question.prompt) for question in asked]
+    expected = generate(model, prompts, w.group, [w.new] * len(prompts), temperature=0).tokens
     made = [tokens[:, max(map(len, prompts)) :] for tokens in seen]
     assert len(made) == 6 and all(torch.equal(made[i], expected) for i in (0, 1, 3, 4))  # those in fp32
 
 
-def test_a_step_of_the_bench_is_a_step_of_training(small, asked, monkeypatch):
+def test_a_step_of_the_bench_is_a_step_of_training(small, monkeypatch):
     """The reference is consulted, every token is trained, and the weights move."""
     seen, original = [], train.update
     monkeypatch.setattr(train, "update", lambda *a: seen.append(original(*a)) or seen[-1])
-    model, step = bench.prepare(small["W4"], CPU, torch.float32)
+    model, step = bench.prepare(small[0]["W4"], small[1], CPU, torch.float32)
     before = model.wte.weight.clone()
-    assert set(step(asked[:2], 0)) == set(step(asked[:2], 1)) == {"rollout", "update"}
+    step(), step()
     first, later = seen
     assert first["tokens"] == 2 * 2 * 5 and not first["skipped"] and first["grad_norm"] > 0
     assert abs(first["kl"]) < 1e-8 < later["kl"] and later["logprob_gap"] < 1e-4

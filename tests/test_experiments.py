@@ -1,17 +1,13 @@
-"""experiments/seeds.py, variants.py and repair.py: their arithmetic, what is not run again, and what repair teaches."""
+"""experiments/seeds.py and variants.py: their arithmetic, and what is not run again."""
 
 import json
-import random
+import sys
+import types
 
 import pytest
 
-import rewards
 import train
-from experiments import repair, seeds, variants
-from nanorook.positions import Position, mirror
-
-FEN = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
-POSITION = Position(FEN, (), (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5)))
+from experiments import seeds, variants
 
 
 def test_the_interval_is_students():
@@ -33,25 +29,31 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         (out / "settings.json").write_text('{"STEPS": 9}')
         (out / "run.json").write_text('{"machine": "m"}')
 
-    monkeypatch.setattr(seeds.subprocess, "run", run)
+    monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(run=run))
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"])
     for _ in range(2):
         seeds.main()
         assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out
         assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as after ./train.sh alone
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        seeds.main()
+    assert "| policy reward T=0 | 50.0 | 70.0 |" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
     with pytest.raises(SystemExit):
         seeds.main()
 
 
 def test_variants_are_settings_of_train_and_not_run_again(tmp_path, monkeypatch, capsys):
-    assert all(hasattr(train, name) for changes in variants.VARIANTS.values() for name in changes)
+    for table in variants.TABLES.values():
+        names = {name for changes in table.variants.values() for name in changes}
+        assert all(hasattr(train, name) or hasattr(table.task, name) for name in names)
     measured = []
 
-    def measure(settings):
+    def measure(table, settings):
         measured.append(settings)
-        return None if settings["SEED"] else dict.fromkeys(variants.COLUMNS, 0.5)
+        return None if settings["SEED"] else dict.fromkeys(table.columns(), 0.5)
 
     monkeypatch.setattr(variants, "measure", measure)
     command = ["variants", str(tmp_path / "v.json"), "--seeds", "2", "--only", "default", "EPOCHS=2"]
@@ -63,20 +65,5 @@ def test_variants_are_settings_of_train_and_not_run_again(tmp_path, monkeypatch,
 
 
 def test_what_is_recorded_was_made_with_todays_variants():
-    about = seeds.read(seeds.ROOT / "experiments/variants.json")["about"]
-    assert about == {"columns": variants.COLUMNS, "shared": variants.SHARED, "variants": variants.VARIANTS}
-
-
-def test_black_is_taught_the_worst_of_the_five():
-    for position, best, grade in ((POSITION, "f1b5", 1.0), (mirror(POSITION), "c7c6", 0.0)):
-        _, text = repair.rookworld_text(position, random.Random(0), "expanded")
-        question = rewards.policy_question(position, "expanded")
-        assert text.split()[-1] == best and rewards.grade(question, text).metrics["best"] == grade
-
-
-def test_teaching_lowers_the_loss_and_both_sides_are_asked(byte_model, capsys, monkeypatch):
-    monkeypatch.setattr(rewards, "LIMITS", {"policy": 8, "environment": 8})
-    repair.teach(byte_model, [POSITION] * 16, 16 * 21, random.Random(0), lr=1e-2)
-    first, last = (float(line.rsplit(" ", 1)[1]) for line in capsys.readouterr().out.splitlines())
-    assert last < first - 1
-    assert repair.by_side(byte_model, [POSITION])["black best T=0"] == (0.0, 0.0)
+    for name, file in (("letters", "variants.json"), ("sums", "variants-sums.json")):
+        assert seeds.read(seeds.ROOT / "experiments" / file)["about"] == variants.TABLES[name].about()

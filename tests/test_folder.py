@@ -2,7 +2,7 @@
 
 import json
 import os
-import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -23,29 +23,32 @@ def refused(function, *arguments):
     return str(error.value).removeprefix("error: ")
 
 
-# config.json
-def write_config(folder, **entries):
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **SIZES, **entries}))
+@pytest.fixture
+def write_config(tmp_path):
+    def write(**entries):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **SIZES, **entries}))
+
+    return write
 
 
-def test_config_has_defaults_and_keeps_entries_that_are_not_its_own(tmp_path):
+def test_config_has_defaults_and_keeps_entries_that_are_not_its_own(tmp_path, write_config):
     written = {"architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "torch_dtype": "float16", "bos_token_id": 256}
     kept = {"chess_format": "expanded", "n_inner": None, "use_cache": True}
-    write_config(tmp_path, **written, **kept, eos_token_id=256, activation_function="gelu_pytorch_tanh")
+    write_config(**written, **kept, eos_token_id=256, activation_function="gelu_pytorch_tanh")
     assert read_config(tmp_path, GPTConfig) == GPTConfig(**SIZES, eos_token_id=256, extra=kept)
 
 
-@pytest.mark.parametrize(
-    "entries, reason",
-    [
-        ({"n_inner": 7}, "n_inner is 7, but only None or 192 is supported"),
-        ({"n_layer": "3"}, "n_layer is '3', which no GPT-2 has"),
-        ({"n_layer": 0}, "n_layer is 0, which no GPT-2 has"),
-        ({"n_head": 7}, "n_embd 48 is no multiple of n_head 7"),
-    ],
-)
-def test_an_unsupported_config_is_refused(tmp_path, entries, reason):
-    write_config(tmp_path, **entries)
+BAD_CONFIGS = [
+    ({"n_inner": 7}, "n_inner is 7, but only None or 192 is supported"),
+    ({"n_layer": "3"}, "n_layer is '3', which no GPT-2 has"),
+    ({"n_layer": 0}, "n_layer is 0, which no GPT-2 has"),
+    ({"n_head": 7}, "n_embd 48 is no multiple of n_head 7"),
+]
+
+
+@pytest.mark.parametrize("entries, reason", BAD_CONFIGS)
+def test_an_unsupported_config_is_refused(tmp_path, write_config, entries, reason):
+    write_config(**entries)
     assert refused(read_config, tmp_path, GPTConfig) == f"{tmp_path}/config.json: {reason}."
 
 
@@ -57,26 +60,23 @@ def test_a_config_that_is_not_a_json_object_is_refused(tmp_path, content):
 
 
 # Weights
-def as_safetensors(folder, weights=WEIGHTS):
-    save_file(weights, folder / "model.safetensors")
+def as_safetensors(folder, weights=WEIGHTS, length=None):
+    save_file(weights, file := folder / "model.safetensors")
+    file.write_bytes(file.read_bytes()[:length])
 
 
-def as_shards(folder, weights=WEIGHTS):
+def as_shards(folder, weights=WEIGHTS, index=None):
     names = {tensor: f"model-{i:05}.safetensors" for i, tensor in enumerate(weights)}
     for tensor, name in names.items():
         save_file({tensor: weights[tensor]}, folder / name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index or names}))
 
 
-def as_pickle(folder, weights=WEIGHTS):
-    torch.save(weights, folder / "pytorch_model.bin")
+def as_pickle(folder, weights=WEIGHTS, zipped=True):
+    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
 
 
-def as_old_pickle(folder, weights=WEIGHTS):
-    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize("write", [as_safetensors, as_shards, as_pickle, as_old_pickle])
+@pytest.mark.parametrize("write", [as_safetensors, as_shards, as_pickle, partial(as_pickle, zipped=False)])
 def test_every_published_form_of_weights_is_read(tmp_path, write):
     write(tmp_path)
     weights = read_weights(tmp_path)
@@ -89,26 +89,15 @@ class Code:
         return os.system, ("touch executed",)
 
 
-def outside(folder):
-    as_shards(folder)
-    shutil.copy(folder / "model-00000.safetensors", folder.parent / "outside.safetensors")  # it could be loaded
-    index = {"weight_map": {"a.weight": "../outside.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def cut(folder):
-    as_safetensors(folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
-
-
+CODE = {"wte.weight": Code()}
 BAD_WEIGHTS = {
-    "none": (lambda f: None, ": there are no weights"),
-    "cut": (cut, "/model.safetensors: damaged"),
-    "shard outside": (outside, "/outside.safetensors: damaged, missing"),
-    "code": (lambda f: as_pickle(f, {"wte.weight": Code()}), "/pytorch_model.bin: damaged"),
-    "old code": (lambda f: as_old_pickle(f, {"wte.weight": Code()}), "/pytorch_model.bin: damaged"),
-    "not tensors": (lambda f: as_pickle(f, {"wte.weight": 1}), "/pytorch_model.bin: damaged"),
+    "none": (lambda folder: None, ": there are no weights"),
+    "cut": (partial(as_safetensors, length=-8), "/model.safetensors: damaged"),
+    "no names": (partial(as_shards, index={"a": 1}), "/model.safetensors.index.json: its weight_map does not map"),
+    "shard outside": (partial(as_shards, index={"a": "../out.safetensors"}), "/out.safetensors: damaged, missing"),
+    "code": (partial(as_pickle, weights=CODE), "/pytorch_model.bin: damaged"),
+    "old code": (partial(as_pickle, weights=CODE, zipped=False), "/pytorch_model.bin: damaged"),
+    "not tensors": (partial(as_pickle, weights={"wte.weight": 1}), "/pytorch_model.bin: damaged"),
 }
 
 
@@ -116,6 +105,7 @@ BAD_WEIGHTS = {
 def test_bad_weights_are_refused_and_run_no_code(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
+    save_file(WEIGHTS, tmp_path / "out.safetensors")  # it could be loaded
     write, reason = BAD_WEIGHTS[name]
     write(tmp_path / "model")
     assert refused(read_weights, tmp_path / "model").startswith(f"{tmp_path}/model{reason}")
@@ -123,7 +113,7 @@ def test_bad_weights_are_refused_and_run_no_code(tmp_path, monkeypatch, name):
 
 
 # The hub
-@pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c"])
+@pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c", "out/model", "tests/model"])
 def test_nothing_is_downloaded_unless_a_hub_id_is_given(monkeypatch, source):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("reached for the hub"))
     assert refused(fetch, source).startswith(f"{source}: there is no such folder")

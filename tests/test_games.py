@@ -1,6 +1,7 @@
 """tools/games.py: players whose every answer is known, watched by python-chess, a scripted engine and Stockfish."""
 
 import random
+import re
 import sys
 
 import chess
@@ -8,22 +9,13 @@ import chess.pgn
 import pytest
 
 import rewards
-from nanorook import monitor, stockfish
+from nanorook import monitor
 from nanorook.positions import Position, contract_board
-from tools import evaluate, games
+from rollout import Answer
+from tools import games, texts
+from tools.texts import mirror
 
 START = Position(chess.STARTING_FEN, (), ())
-ENGINE = """#!{python}
-import sys, chess  # plays the first legal move in the order of the alphabet
-for line in sys.stdin:
-    word, *rest = line.split()
-    if word == "uci":
-        print("id name alphabet\\nuciok", flush=True)
-    elif word == "position":
-        board = chess.Board(" ".join(rest[1:]))
-    elif word == "go":
-        print("info depth 1\\nbestmove", {move}, "ponder a1a1", flush=True)
-"""
 
 
 def answer_of(move):
@@ -31,7 +23,7 @@ def answer_of(move):
 
 
 def true_environment(fen, move, history):
-    return rewards.environment_completion(*rewards.transition(fen, move), "expanded")
+    return texts.environment_completion(*rewards.transition(fen, move), "expanded")
 
 
 def any_move(fen):
@@ -51,14 +43,14 @@ def scripted(**moves):
 def answer_by(monkeypatch, policy=any_move, environment=true_environment):
     """A model answers as these functions of (fen) and of (fen, move, history) do."""
 
-    def sample(model, questions, *_, **__):
-        for question in questions:
+    def sample(model, questions, group_size, *_, **__):
+        for question in (question for question in questions for _ in range(group_size)):
             fen, *rest = question.prompt[3:].strip().split("+")
             fen = contract_board(fen)
-            yield environment(fen, rest[0], rest[1].split()) if rest else policy(fen), False
+            text = environment(fen, rest[0], rest[1].split()) if rest else policy(fen)
+            yield None, [Answer(question, text, [], False)]
 
-    for module in (games, evaluate):
-        monkeypatch.setattr(module, "sample", sample)
+    monkeypatch.setattr(games, "sample", sample)
 
 
 @pytest.fixture
@@ -91,7 +83,10 @@ def test_the_closed_loop_lasts_while_policy_and_environment_keep_to_the_rules(pl
     def forgetful(fen, move, history):  # from the third move on it leaves the position as it is
         return true_environment(fen, move if int(fen.split()[-1]) < 3 else "a1a1", history)
 
-    assert play("loop", until(5)) == counted(8, 1, 0)
+    seen = []
+    told = lambda *question: seen.append(question[2]) or true_environment(*question)  # noqa: E731
+    assert play("loop", until(5), told, START._replace(history=tuple("abcdefghi"))) == counted(8, 1, 0)
+    assert seen[0][:9] == [*"abcdefghi"] and seen[3][:6] == [*"defghi"] and set(map(len, seen)) == {10}
     assert play("loop", any_move, forgetful) == counted(4, 0, 1)
     assert play("loop", scripted(w=["f2f3", "g2g4"], b=["e7e5", "d8h4"])) == counted(4, 0, 0)
     for wrong in ("what", "0.001+1+0", "0.001+0+1", "0.5+0+0"):  # no answer, and a wrong flag or reward
@@ -99,55 +94,41 @@ def test_the_closed_loop_lasts_while_policy_and_environment_keep_to_the_rules(pl
         assert play("loop", any_move, said) == counted(0, 0, 1)
 
 
-def test_the_closed_loop_shows_the_environment_the_last_ten_moves(play):
-    seen = []
-
-    def environment(fen, move, history):
-        seen.append(history)
-        return true_environment(fen, move, history)
-
-    moves = dict(w=["g1f3", "f3g1", "b1c3"], b=["g8f6", "f6g8", "b8c6"])
-    play("loop", until(3, scripted(**moves)), environment, START._replace(history=tuple("abcdefghi")))
-    assert seen[0] == [*"abcdefghi", "g1f3"] and seen[3] == [*"defghi", "g1f3", "g8f6", "f3g1", "f6g8"]
-
-
 def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
     mated = Position("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3", (), ())
-    early, late = (Position(f"4k3/8/8/8/8/8/8/R3K3 w - - 0 {number}", (), ()) for number in (4, 10))
+    early, late = (Position(f"4k3/8/8/8/8/8/8/{rank} w - - 0 {n}", (), ()) for rank, n in (("R3K3", 4), ("Q3K3", 10)))
     assert games.openings([late, mated, early], 5) == [early, late] and games.openings([late, early], 1) == [early]
+    copies = [early._replace(asked=move) for move in ("a1a2", "a1a3")]  # questions about one board are one opening
+    assert games.openings([*copies, late, mirror(early)], 5) == [early, late]
 
 
 def test_how_many_answers_are_sampled_at_once_changes_none(byte_model):
     questions = [rewards.Question("policy", prompt, ()) for prompt in ("P: 1", "P: 23", "P: 456")]
-    assert games.sample(byte_model, questions, 1.0, rows=1) == games.sample(byte_model, questions, 1.0, rows=2)
+    assert games.answers(byte_model, questions, 1.0, rows=1) == games.answers(byte_model, questions, 1.0, rows=2)
 
 
 @pytest.fixture
 def command(byte_model, monkeypatch, capsys, tmp_path):
-    """command("--games", 2): what is printed as {row: [mean, half-width] or more}, and the games."""
+    """command("--games", 2): what is printed, {row: figures}, and the games."""
     byte_model.save(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments, move="min(m.uci() for m in board.legal_moves)"):
-        (tmp_path / "engine").write_text(ENGINE.format(python=sys.executable, move=move))
-        (tmp_path / "engine").chmod(0o755)
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["games", *map(str, arguments)])
         games.main()
         with open("games.pgn") as file:
             played = list(iter(lambda: chess.pgn.read_game(file), None))
-        rows = [line.replace("±", " ").rsplit(maxsplit=2) for line in capsys.readouterr().out.splitlines()[3:]]
-        return {name.strip(): (float(mean), float(half)) for name, mean, half in rows}, played
+        rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[3:]]
+        return {row: figures for row, *figures in rows}, played
 
     return run
 
 
-@pytest.mark.parametrize("engine", ["script", pytest.param("stockfish", marks=pytest.mark.needs("stockfish"))])
-def test_the_score_against_an_engine_is_that_of_the_games_written(engine, command, monkeypatch):
+@pytest.mark.needs("stockfish")
+@pytest.mark.parametrize("policy", [until(4), any_move])
+def test_the_score_against_stockfish_is_that_of_the_games_written(policy, command, monkeypatch):
     """The games are read again by python-chess, which knows how they ended."""
-    if engine == "script":
-        monkeypatch.setenv("STOCKFISH_PATH", "./engine")
-    nonsense = until(14) if engine == "script" else any_move
-    answer_by(monkeypatch, nonsense)
+    answer_by(monkeypatch, policy)
     arguments = "--opponent", "stockfish", "--games", 6, "--temperature", 0, "--skill", 20, "--nodes", 300
     printed, played = command("mine", *arguments, "--pgn", "games.pgn")
     assert len({game.headers["FEN"] for game in played}) == 6  # each from a position of its own
@@ -158,30 +139,31 @@ def test_the_score_against_an_engine_is_that_of_the_games_written(engine, comman
         illegal.append(game.headers["Termination"] == "illegal move")
         lengths.append(len(list(game.mainline_moves())))
         outcome = board.outcome(claim_draw=True)
+        points.append(0.5 if not outcome or outcome.winner is None else int(outcome.winner == color))
         if illegal[-1]:
-            assert board.turn == color and board.fullmove_number == 14 and not outcome
-            points.append(0)
-        else:
-            points.append(0.5 if not outcome or outcome.winner is None else int(outcome.winner == color))
+            assert board.turn == color and not outcome
+            points[-1] = 0
         won = {"1-0": chess.WHITE, "0-1": chess.BLACK}.get(game.headers["Result"])
         assert points[-1] == (0.5 if won is None else won == color)
     expected = {"score": points, "lost": [p == 0 for p in points], "lost by an illegal move": illegal}
     for row, values in (expected | {"half-moves": lengths}).items():
-        assert printed[row] == pytest.approx(monitor.interval(values), abs=1e-3), row
-    if engine == "script":
-        assert any(illegal)
-    else:  # Stockfish mates who plays at random
-        assert points == [0] * 6 and not any(illegal)
+        assert printed[row] == [monitor.with_interval(*monitor.interval(values))], row
+    assert points == [0] * 6 and any(illegal) == (policy != any_move)  # Stockfish mates who plays at random
+
+
+def test_games_from_the_starting_position(command, monkeypatch):
+    """At temperature 0 the model plays one such game only."""
+    answer_by(monkeypatch, until(3))
+    printed, played = command("mine", "--start", "initial", "--games", 3, "--pgn", "games.pgn")
+    assert [game.board().fen() for game in played] == [chess.STARTING_FEN] * 4
+    assert printed["half-moves before an illegal one"] == ["4.000", "4.000 ± 0.000"]  # one game has no interval
 
 
 def test_what_is_wrong_is_said_in_one_sentence(command, monkeypatch, tmp_path):
-    for wrong in (["--games", 0], ["--skill", 21], ["--nodes", 0], ["--opponent", "me"], ["--pgn", "nowhere/a.pgn"]):
+    wrong = "--temperature nan", "--temperature inf", "--games 0", "--skill 21", "--nodes 0", "--opponent me"
+    for arguments in (*wrong, "--start e4", "--pgn nowhere/a.pgn"):
         with pytest.raises(SystemExit, match="^2$"):
-            command("mine", *wrong)
-    monkeypatch.setenv("STOCKFISH_PATH", "./engine")
-    answer_by(monkeypatch)
-    with pytest.raises(stockfish.EngineError, match="played a1a1 in .*, which is illegal"):
-        command("mine", "--games", 2, "--opponent", "stockfish", move="'a1a1'")
+            command("mine", *arguments.split())
     (tmp_path / "over.fen").write_text("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1\n" * 3)
     with pytest.raises(SystemExit, match="over.fen has no held-out position"):
         command("mine", "--data", "over.fen")

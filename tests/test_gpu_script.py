@@ -31,6 +31,12 @@ def script(env, *arguments, **more):
     return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=600)
 
 
+def program(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.mark.slow
 @pytest.mark.needs("stockfish")
 def test_from_labels_to_tables_through_a_kill(env, tmp_path):
@@ -55,12 +61,7 @@ def test_from_labels_to_tables_through_a_kill(env, tmp_path):
     assert max(seen) == 11 * int((out / "tiny.decay").read_text())
 
     before, after = (json.loads((out / f"{when}-tiny.json").read_text()) for when in ("before", "after"))
-    assert len(before["models"]) == 1 and len(after["models"]) == 2
-    for skill in (*before["models"].values(), *after["models"].values(), after["difference"]):
-        for temperature in ("T=0", "T=1"):
-            assert {"policy", "environment", "self-play"} <= set(skill[temperature])
-    metrics = [json.loads(line) for line in (out / "grpo-tiny" / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == [1, 2] and not any(m["skipped"] for m in metrics)
+    assert len(before["models"]) == 1 and len(after["models"]) == 2 and set(after["difference"]) == {"T=0", "T=1"}
     assert json.loads((out / "gpt2" / "config.json").read_text())["chess_format"] == "rookworld"
     summary = (out / "summary.md").read_text()
     assert "GRPO: 2 steps, " in summary and "| policy: legal move | " in summary and "## W4 whole step" in summary
@@ -70,17 +71,25 @@ def test_from_labels_to_tables_through_a_kill(env, tmp_path):
 @pytest.mark.slow
 @pytest.mark.needs("stockfish")
 def test_labels_cut_by_their_limit_are_used(env, tmp_path):
-    """What Stockfish had labelled stays; half a unit, as a kill leaves it, does not."""
-    (tmp_path / "slow").write_text('#!/bin/sh\n[ "$1" = -m ] && exec sleep 60\nexec "$REAL" "$@"\n')
-    (tmp_path / "slow").chmod(0o755)
+    """What Stockfish had labelled stays; half a line, as a kill leaves it, does not."""
+    slow = program(tmp_path / "slow", '[ "$1" = -m ] && exec sleep 60\nexec "$REAL" "$@"')
     few = positions.split(positions.load("builtin"))[0][:3]
     lines = [positions.write_position(position) + "\n" for position in few]
-    partial = '{"nodes": 1}\n' + lines[0] + "# unit 0\n# unit 1\n" + lines[1] + "# unit 2\n" + lines[2][:-3]
+    partial = '{"nodes": 1}\n' + lines[0].strip() + "\t" + lines[1] + "\n" + lines[2][:-3]
     (tmp_path / "positions.txt.gz.partial").write_text(partial)
-    run = script(env, "label", OUT=str(tmp_path), MINUTES="0.5", PYTHON=str(tmp_path / "slow"), REAL=sys.executable)
+    run = script(env, "label", OUT=str(tmp_path), MINUTES="0.5", PYTHON=slow, REAL=sys.executable)
     assert run.returncode == 0 and "label: cut by its time limit" in run.stdout, run.stderr
     assert gzip.decompress((tmp_path / "positions.txt.gz").read_bytes()).decode() == lines[0] + lines[1]
     assert "label: cut by its time limit before" in script(env, "label", OUT=str(tmp_path)).stdout
+
+
+def test_of_a_run_that_was_cut_the_newest_checkpoint_is_measured(env, tmp_path):
+    python = program(tmp_path / "python", '[ "$1" != -m ] || echo "$@"')
+    for step in ("step-000050", "step-000100"):
+        (tmp_path / "grpo-tiny" / step).mkdir(parents=True)
+    (tmp_path / "summary.md").touch()
+    run = script(env, "after-tiny", OUT=str(tmp_path), PYTHON=python)
+    assert run.returncode == 0 and "/grpo-tiny/step-000100 " in (tmp_path / "after-tiny.log").read_text(), run.stderr
 
 
 needs_stockfish = pytest.mark.needs("stockfish")
@@ -98,9 +107,7 @@ needs_stockfish = pytest.mark.needs("stockfish")
 )
 def test_what_is_missing_is_said_in_one_sentence(env, tmp_path, arguments, change, said):
     if "PYTHON" in change:  # an interpreter that answers when it is asked which packages it lacks
-        (tmp_path / "python").write_text(f"#!/bin/sh\n{change['PYTHON']}\n")
-        (tmp_path / "python").chmod(0o755)
-        change = {"PYTHON": str(tmp_path / "python")}
+        change = {"PYTHON": program(tmp_path / "python", change["PYTHON"])}
     run = script(env, *arguments, OUT=str(tmp_path / "out"), **change)
     assert run.returncode == 1 and said in run.stderr and "Traceback" not in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1

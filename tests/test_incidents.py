@@ -1,5 +1,7 @@
 """The incident gallery: in one step with one question its failing runs fail, and its defaults do not."""
 
+import json
+
 import pytest
 
 from experiments import incidents
@@ -24,8 +26,6 @@ def test_explosion():
 def test_old_bugs_fail_in_their_first_step_and_defaults_do_not():
     capped, _ = first_step("collapse", "hard cap", KL_COEF=0.0)
     assert (capped["frac_zero_std"], capped["grad_norm"]) == (1, 0) and capped["reward"] == pytest.approx(0.05)
-    by_piece, _ = first_step("collapse", "hard cap, CREDIT=piece", KL_COEF=0.0)
-    assert by_piece["frac_zero_std"] == 1 and by_piece["grad_norm"] > 0
     scaled, _ = first_step("collapse", "default penalty", KL_COEF=0.0)
     assert scaled["hit_limit"] == 1 and scaled["frac_zero_std"] == 0 and scaled["grad_norm"] > 0
 
@@ -35,16 +35,16 @@ def test_old_bugs_fail_in_their_first_step_and_defaults_do_not():
 
     random, words = first_step("random", "never loaded")
     assert (random["frac_zero_std"], random["structure"]) == (1, 0) and random["reward"] == pytest.approx(-0.3)
-    assert len(words) == 1 and words[0].startswith("only 0% of the first completions")
+    assert len(words) == 1 and words[0].startswith("only 0% of the first answers")
     sound, words = first_step("random", "default")
     assert abs(sound["kl"]) < 1e-6 and sound["structure"] > 0.5 and not words
 
 
-def test_the_gallery_leaves_a_picture_and_figures(tmp_path, monkeypatch, capsys):
+def test_the_gallery_leaves_a_picture_and_figures(tmp_path, monkeypatch):
     rows = [{"kl": 0.1, "logprob_gap": 0.1, "reward": 0.2}, {"kl": 0.2, "logprob_gap": 0.1, "reward": 0.3}]
     monkeypatch.setattr(incidents, "run", lambda *_: (rows, ["refused"]))
     monkeypatch.setattr("sys.argv", ["incidents", str(tmp_path), "--only", "dropout"])
     incidents.main()
-    assert "| dropout 0.1 | 0.1 → 0.2 (0.1 to 0.2) |" in capsys.readouterr().out
     assert (tmp_path / "dropout.png").read_bytes().startswith(b"\x89PNG")
-    assert '"words": [\n     "refused"' in (tmp_path / "incidents.json").read_text()
+    found = json.loads((tmp_path / "incidents.json").read_text())["dropout"]["runs"]["dropout 0.1"]
+    assert found["words"] == ["refused"] and found["curves"]["kl"] == [0.1, 0.2]

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import grpo
+import toy
 import train
 from examples import letters
 from experiments import variants
 from model import GPT
-from rollout import generate
+from nanorook import monitor
+from rollout import sample
+from tools import signal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,10 +33,9 @@ def run(task=letters, **settings):
 def share(model, right, temperature=0.0):
     """Of 400 held-out questions, how many are answered with the letter that `right` (max, min) picks of the five."""
     questions = letters.make_questions(letters.load("", model.config)[1], 400, random.Random(0), model.config)
-    noise = torch.rand(400, 4, generator=torch.Generator().manual_seed(0))
-    batch = generate(model, [model.tokenizer.encode(q.prompt) for q in questions], 1, 4, temperature, noise=noise)
-    answers = [model.tokenizer.decode(ids) for ids in batch.tokens.tolist()]
-    return sum(answer == f" {right(question.truth)}" for answer, question in zip(answers, questions)) / 400
+    noise = torch.rand(400, 1, 4, generator=torch.Generator().manual_seed(0))
+    [(_, answers)] = sample(model, questions, 1, letters.LIMITS, temperature, noise)
+    return sum(answer.text == f" {right(answer.question.truth)}" for answer in answers) / 400
 
 
 def test_the_start_model_knows_the_form_and_not_the_alphabet(start):
@@ -48,6 +50,16 @@ def test_training_and_held_out_questions_are_of_other_letters():
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loop_learns(seed):
     assert share(run(SEED=seed), max) > 0.9
+
+
+def test_most_of_a_step_is_signal(start, monkeypatch):
+    """tools.signal says so, of the reward that is paid, and not of one that is the same for all answers."""
+    toy.set_all(monkeypatch, toy.SETTINGS | letters.DEFAULTS, letters)
+    questions = letters.make_questions(letters.load("", start.config)[0], 32, random.Random(0), start.config)
+    found = signal.gradients(start, None, list(signal.ask(start, questions)), [train.GROUP_SIZE])
+    share, half = signal.signal(found["as set"])
+    assert 0 < share - half and signal.noise_scale(share + half) < train.BATCH_POSITIONS
+    assert "no signal seen" in signal.describe(found["structure alone"])
 
 
 def test_paid_for_the_first_letter_it_learns_the_first():
@@ -70,10 +82,12 @@ def test_with_shuffled_advantages_it_does_not_learn(monkeypatch):
 
 
 def test_a_variant_is_run_here_and_nothing_stays_changed(monkeypatch):
-    monkeypatch.setattr(variants, "SHARED", variants.SHARED | {"STEPS": 1, "BATCH_POSITIONS": 2})
+    table = variants.TABLES["letters"]
+    table = table._replace(shared=table.shared | {"STEPS": 1, "BATCH_POSITIONS": 2})
     before = {name: getattr(train, name) for name in ("STEPS", "task", "OUT_DIR", "evaluate")}
-    found = variants.measure({"SEED": 1, "TEMPERATURE": 0.5})
-    assert found.keys() == variants.COLUMNS.keys() and 0 <= found["greedy"] <= 1
+    found = variants.measure(table, {"SEED": 1, "TEMPERATURE": 0.5})
+    assert [*found] == table.columns() and 0 <= found["greedy"] <= 1
     assert before == {name: getattr(train, name) for name in before}
-    monkeypatch.setattr(train, "describe_rewards", lambda samples: {"structure": 0.0})
-    assert variants.measure({"SEED": 1}) is None  # refused at its first step
+    honest = monitor.describe_answers
+    monkeypatch.setattr(monitor, "describe_answers", lambda *args: honest(*args) | {"structure": 0.0})
+    assert variants.measure(table, {"SEED": 1}) is None  # refused at its first step

@@ -54,7 +54,7 @@ def test_a_failed_save_leaves_nothing_and_a_good_one_keeps_other_files(model, tm
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_file, "save_file", full_disk)
+        patch.setattr(model_file, "to_bytes", full_disk)
         with pytest.raises(OSError):
             model.save(tmp_path / "out" / "m")
     assert list((tmp_path / "out").iterdir()) == []
@@ -84,27 +84,23 @@ def test_every_published_form_loads(hf_model, folder, name):
     torch.testing.assert_close(GPT.load(folder)(TOKENS), logits_of(hf_model), atol=1e-4, rtol=0)
 
 
+WTE = "transformer.wte.weight"
 BAD = {  # the incident: a model that was never loaded wrote random text, and every parse failed
-    "missing": (lambda w: {k: v for k, v in w.items() if "h.1.ln_2.bias" not in k}, {}, "no tensor h.1.ln_2.bias"),
-    "unexpected": (lambda w: {**w, "extra": torch.ones(2)}, {}, "a tensor extra"),
-    "shape": (lambda w: {**w, "transformer.ln_f.bias": torch.ones(2)}, {}, r"ln_f.bias has shape \(2,\)"),
-    "untied head": (lambda w: {**w, "lm_head.weight": -w["transformer.wte.weight"]}, {}, "lm_head.weight differs"),
-    "other positions": (dict, {"n_positions": 64}, "wpe.weight has shape"),
-    "millions of layers": (dict, {"n_layer": 2**23}, "8388608 layers"),
-    "small vocabulary": (
-        lambda w: {**w, "transformer.wte.weight": w["transformer.wte.weight"][:100].clone()},
-        {"vocab_size": 100},
-        "tokenizer has more tokens",
-    ),
+    'Missing key.* "h.1.ln_2.bias"': lambda w: {k: v for k, v in w.items() if "h.1.ln_2.bias" not in k},
+    'Unexpected key.* "extra"': lambda w: {**w, "extra": torch.ones(2)},
+    "size mismatch for ln_f.bias: .* shape torch": lambda w: {**w, "transformer.ln_f.bias": torch.ones(2)},
+    "size mismatch for wpe.weight": lambda w: {**w, "transformer.wpe.weight": torch.ones(64, 48)},
+    "lm_head.weight differs": lambda w: {**w, "lm_head.weight": -w[WTE]},
+    "tokenizer has more tokens": lambda w: {**w, WTE: w[WTE][:100].clone()},
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_wrong_folder_is_refused_in_one_sentence(folder, name):
-    change, entries, sentence = BAD[name]
-    rewrite(folder, change)
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **entries}))
+@pytest.mark.parametrize("sentence", BAD)
+def test_a_wrong_folder_is_refused_in_one_sentence(folder, sentence):
+    rewrite(folder, BAD[sentence])
+    if "tokenizer" in sentence:
+        config = folder / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 100}))
     with pytest.raises(SystemExit, match=sentence) as error:
         GPT.load(folder)
     assert "\n" not in str(error.value)

@@ -1,14 +1,18 @@
 """nanorook/monitor.py: figures and their intervals, the state of a step, other logs."""
 
+import math
 import sys
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import numpy
 import pytest
 
 import toy
+import train
 from nanorook import monitor
-from train import Sample
+from nanorook.run import Run
+from nanorook.task import Grade
+from rollout import Answer
 
 HEALTHY = dict(broken=False, skipped=0, kl=0, hit_limit=0, reward_max=1, frac_zero_std=0, grad_norm=1, reward=0.5)
 HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0, structure=1.0)
@@ -16,8 +20,8 @@ HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0, structure=1.0)
 
 def test_metrics_are_means_over_the_answers_of_a_kind():
     questions, texts = [*[toy.Question("a", "", 0)] * 2, toy.Question("b", "", 0)], ["00", "1", "0"]
-    samples = [Sample(q, t, [], t == "1", toy.grade(q, t)) for q, t in zip(questions, texts)]
-    metrics = monitor.by_kind(samples)
+    answers = [Answer(q, t, [], t == "1", toy.grade(q, t)) for q, t in zip(questions, texts)]
+    metrics = monitor.describe_answers(answers, 1)
     assert metrics["a/characters"] == 1.5 and metrics["b/characters"] == 1
     assert metrics["a/earned/even"] == pytest.approx(1 / 7) and metrics["a/earned/first"] == pytest.approx(1 / 32)
     assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
@@ -27,16 +31,21 @@ def test_intervals_are_the_usual_ones():
     values = [0.0, 1.0, 1.0, 0.0, 0.25, 1.0]
     mean, half = monitor.interval(values)
     assert mean == pytest.approx(numpy.mean(values))
-    assert half == pytest.approx(1.96 * numpy.std(values, ddof=1) / numpy.sqrt(len(values)))
-    assert monitor.interval([1.0]) == (1.0, 0.0) and monitor.interval(values, [1] * 6) == monitor.interval(values)
+    assert half == pytest.approx(2.57 * numpy.std(values, ddof=1) / numpy.sqrt(6))  # Student's factor for six values
+    assert monitor.interval(values, [1] * 6) == (mean, half) == monitor.interval([*values, 0.0], [1] * 6 + [0])
+    for n, factor in ((2, 12.71), (11, 2.228), (31, 2.042), (1001, 1.962)):
+        values = [0.0, 1.0] * (n // 2) + [0.5] * (n % 2)
+        half = factor * numpy.std(values, ddof=1) / numpy.sqrt(n)
+        assert monitor.interval(values)[1] == pytest.approx(half, rel=0.01)
+    assert monitor.interval([1.0]) == (1.0, math.inf)
 
 
 def test_a_table_has_the_rows_of_all_its_columns():
     """A start model that never finds one of the engine's moves has no loss of a move."""
-    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, 0.125)}})
+    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, math.inf)}})
     assert [line.split() for line in lines.splitlines()[1:]] == [
         ["legal", "0.500", "±", "0.100", "0.750", "±", "0.100"],
-        ["loss", "0.250", "±", "0.125"],
+        ["loss", "0.250"],  # of one value alone there is no interval
     ]
 
 
@@ -63,7 +72,32 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
 def test_a_step_is_diagnosed(change, state):
     past = [HEALTHY] * 20 + [HEALTHY | change] * 20
     found = monitor.diagnose(HEALTHY | change, past, kl_threshold=1.0, max_grad_norm=1.0)
-    assert found[0] == state and bool(found[1]) == (state != "green")
+    assert found["state"] == state and bool(found["advice"]) == (state != "green")
+
+
+def test_a_step_is_one_line_whose_time_left_counts_evaluations():
+    row = HEALTHY | {"policy/reward": 0.25, "environment/reward": 0.75, "frac_zero_std": 0.125, "kl": 0.0312}
+    past = [row | {"step": step, "seconds": {"rollout": 3.0, "update": 1.0}} for step in (6, 7)]
+    told = {"state": "green", "advice": ""}
+    line = monitor.progress_line([*past, past[0] | told | {"step": 8}], 80, 22.4)
+    assert line == "step 8/80 reward 0.500 (policy 0.25, environment 0.75) kl 0.0312 zero-std 12% 0:05:10 left ● green"
+    line = monitor.progress_line([past[1] | {"state": "red", "advice": "lower LR"}], 7, 0)
+    assert line.endswith("0:00:00 left ● red\n  lower LR")
+
+
+def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
+    grades = [(("form", 0.0375), ("legal 1", 0.025), ("legal 2", 0.0125)), (("form", 0.0375), ("runaway", -0.3)), ()]
+    texts = ["fine", "\x1b]0;title\x07 \r\x9b2J\u202e\ud800", "x"]
+    question = toy.Question("a", "why?\n", 0)
+    monitor.show([Answer(question, text, [], False, Grade(pieces, {})) for text, pieces in zip(texts, grades)])
+    assert capsys.readouterr().out.splitlines() == [
+        "  worst of 3: why?",
+        r"  -> \x1b]0;title\x07 \r\x9b2J\u202e\ud800",
+        "     -0.2625 = 0.0375 form - 0.3 runaway",
+        "  best of 3: why?",
+        "  -> fine",
+        "     0.075 = 0.0375 form + 0.0375 legal",
+    ]
 
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
@@ -73,13 +107,24 @@ PACKAGES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
 def test_metrics_go_to_other_logs_or_the_missing_package_is_named(kind, monkeypatch, tmp_path):
     fake = MagicMock()
     monkeypatch.setitem(sys.modules, PACKAGES[kind], fake)
-    _, write = monitor.open_log(tmp_path, -1, {}, kind, "my run")
-    write({"step": 3, "reward": 0.5, "state": "green"})
+    run = Run(tmp_path)
+    _, report = monitor.open_log(run, toy.model(), kind, "my run")
+    monitor.write_metrics(run.out, {"step": 3, "reward": 0.5, "state": "green"}, report)
     if kind == "wandb":
-        assert fake.init.call_args.kwargs["name"] == "my run"
-        fake.init.return_value.log.assert_called_once_with({"step": 3, "reward": 0.5}, 3)
+        assert fake.init.call_args.kwargs["name"] == "my run" and "LR" in fake.init.call_args.kwargs["config"]
+        assert fake.init.return_value.log.call_args_list == [call({"step": 3, "reward": 0.5}, 3)]
     else:
-        fake.SummaryWriter.return_value.add_scalar.assert_any_call("reward", 0.5, 3)
+        writer = fake.SummaryWriter.return_value
+        assert "    LR=0.0002\n" in writer.add_text.call_args.args[1]
+        assert writer.add_scalar.call_args_list[1:] == [call("reward", 0.5, 3)]
     monkeypatch.setitem(sys.modules, PACKAGES[kind], None)
     with pytest.raises(SystemExit, match=f"pip install {kind}"):
         monitor.reporter(kind, "", tmp_path)
+
+
+def test_an_evaluation_goes_there_too(toy_settings, monkeypatch, tmp_path):
+    toy_settings()
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"short reward T=0": (0.75, 0.01)})
+    report = MagicMock()
+    train.examine(Run(tmp_path), toy.model(), [], "before", report)
+    report.assert_called_once_with({"skill/short reward T=0": 0.75}, 0)

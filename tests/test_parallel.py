@@ -1,7 +1,8 @@
-"""Two processes take the steps that one takes, also where one of them runs out of memory, or dies."""
+"""Two processes take the steps that one takes; where one of them runs out of memory, or dies, all end."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,62 +16,53 @@ import toy
 import train
 from model import GPT
 from nanorook import parallel
+from nanorook.run import STEP
 
-ROOT = Path(__file__).parent.parent
 RUNS = {
     "plain": dict(STEPS=3),
-    "epochs": dict(EPOCHS=2, LOSS="grpo", SCALE_REWARDS="batch", KL_COEF=0.5, CREDIT="answer", BATCH_POSITIONS=6),
-    "generate": dict(BATCH_POSITIONS=8),  # the function that runs out of memory in one of them
-    "forward": dict(BATCH_POSITIONS=8),
+    "epochs": dict(EPOCHS=2, LOSS="grpo", SCALE_REWARDS="group", KL_COEF=0.5, CREDIT="answer", BATCH_POSITIONS=6),
 }
 
 
 def run(patch, out, name, model):
     """A run with SGD: Adam makes a whole step of a gradient that is zero up to rounding, as a key's bias has."""
     patch(train, "make_optimizer", lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
-    if hasattr(train, name) and parallel.rank() == 1:
-        patch(train, name, short_of_memory(getattr(train, name)))
     return toy.run(Path(out, name), MODEL=model, LR=0.1, **RUNS[name])
 
 
-def short_of_memory(function):
-    """`function`, which runs out of memory unless it gets a single prompt."""
-
-    def failing(model, batch, *args):
-        if len(getattr(batch, "prompts", batch)) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return function(model, batch, *args)
-
-    return failing
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def program(out, model):
-    """What each of two processes does."""
-    parallel.start("cpu", 2)
-    parallel.start, finish, parallel.finish = lambda device, processes: device, parallel.finish, lambda: None
+    """What each of two processes does; at last the second one runs out of memory."""
+    parallel.start(torch.device("cpu"), 2)
+    parallel.start, parallel.finish = lambda device, processes: device, lambda: None
     for name in RUNS:
         with pytest.MonkeyPatch.context() as patch:
             run(patch.setattr, out, name, model)
-    finish()
+    if parallel.rank() == 1:
+        GPT.score = out_of_memory
+    sys.exit(toy.main(Path(out, "out of memory"), MODEL=model))
 
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, toy_model):
-    """The folder of the runs of two processes, and what they printed."""
+    """The folder of the runs of two processes, what they printed, and the sentences that they ended with."""
     out = tmp_path_factory.mktemp("two")
     command = [sys.executable, __file__, str(out), toy_model]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out, done.stdout
+    done = subprocess.run(command, cwd=toy.ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert len(list(out.glob("*/model"))) == len(RUNS) and done.returncode == 1, done.stderr[-3000:]
+    return out, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, toy_run, toy_model):
-    out, printed = two
-    assert "2 process(es)" in printed and "out of memory; once more with MICROBATCH_TOKENS=" in printed
+    out, printed, _ = two
+    assert "2 process(es)" in printed
     one = run(monkeypatch.setattr, tmp_path, name, toy_model)
     assert toy.same(one, toy.rows(out / name))  # also the metrics of answers, which are of all processes
     skills = [json.loads((folder / name / "skill.json").read_text()) for folder in (tmp_path, out)]
@@ -79,6 +71,12 @@ def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, t
     for key, weight in weights[0].items():
         torch.testing.assert_close(weights[1][key], weight, atol=1e-5, rtol=0)
     assert max((weights[0][key] - start[key]).abs().max() for key in start) > 1e-3
+
+
+def test_where_one_runs_out_of_memory_all_end(two):
+    for sentence in ("out of memory: lower MICROBATCH_TOKENS=0", "another process of this run has ended, see above"):
+        assert re.search(f"^error: {sentence}.*; the same command starts again.$", two[2], re.MULTILINE)
+    assert "Traceback" not in two[2]
 
 
 def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_run):
@@ -90,14 +88,14 @@ def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_r
 def start(out, model, launcher=(), **changes):
     settings = {**toy.SETTINGS, "MODEL": model, "OUT_DIR": out, "NPROC": 2, **changes}
     command = [sys.executable, *launcher, "train.py", *(f"{name}={value}" for name, value in settings.items())]
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True)
+    return subprocess.Popen(command, cwd=toy.ROOT, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True)
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_and_another_number_of_them_goes_on(tmp_path, toy_model):
     out = tmp_path / "out"
     process = start(out, toy_model, STEPS=100_000, SAVE_EVERY=5)
-    while not (out / "latest").exists() and process.poll() is None:
+    while not list(out.glob(STEP)) and process.poll() is None:
         time.sleep(0.1)
     other = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     os.kill(other, signal.SIGKILL)

@@ -2,48 +2,25 @@
 
 import gzip
 import random
+import re
 
 import chess
 import chess.pgn
 import pytest
 
+import rewards
 from nanorook import positions as P
 from nanorook.positions import Position
+from tools.texts import mirror, mirror_move
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
 EN_PASSANT = "4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2"
 
 
-def random_game(seed):
-    """The boards of a random game that takes every chance to castle, promote or capture en passant."""
-    rng, board = random.Random(seed), chess.Board()
-    while not board.is_game_over() and board.ply() < 120:
-        yield board
-        moves = list(board.legal_moves)
-        rare = [m for m in moves if board.is_en_passant(m) or board.is_castling(m) or m.promotion]
-        board.push(rng.choice(rare or moves))
-
-
-def as_position(board, moves=()):
-    return Position(board.fen(), tuple(m.uci() for m in board.move_stack[-10:]), moves)
-
-
 @pytest.fixture(scope="module")
 def positions():
-    """Positions of random games, each with five legal moves and invented evaluations."""
-    rng, found = random.Random(1), []
-    for board in (board for seed in range(14) for board in random_game(seed)):
-        moves = [m.uci() for m in board.legal_moves][:5]
-        scores = sorted((rng.randrange(-900, 900) for _ in moves), reverse=True)
-        found.append(as_position(board, tuple(zip(moves, scores))))
-    assert len(found) > 1300
-    return found
-
-
-@pytest.fixture(scope="module")
-def builtin():
-    return P.load("builtin")
+    return P.load("builtin")[:1200]
 
 
 # Boards: dots, mirror, held out
@@ -58,13 +35,13 @@ def test_expanded_boards_have_a_character_for_each_square_and_contract_again(pos
 
 def test_mirror_is_python_chess_mirror_and_an_involution(positions):
     for position in positions:
-        mirrored, board = P.mirror(position), chess.Board(position.fen)
-        assert mirrored.fen == board.mirror().fen() and P.mirror(mirrored) == position
+        mirrored, board = mirror(position), chess.Board(position.fen)
+        assert mirrored.fen == board.mirror().fen() and mirror(mirrored) == position
         legal = {move.uci() for move in chess.Board(mirrored.fen).legal_moves}
-        assert {P.mirror_move(move.uci()) for move in board.legal_moves} == legal
+        assert {mirror_move(move.uci()) for move in board.legal_moves} == legal
         assert [cp for _, cp in mirrored.moves] == [cp for _, cp in position.moves]
     position = Position(EN_PASSANT, ("d7d5",), (("e5d6", 3),), "e5e6")
-    assert P.mirror(position) == ("4k3/8/8/8/3Pp3/8/8/4K3 b - d3 0 2", ("d2d4",), (("e4d3", 3),), "e4e3")
+    assert mirror(position) == ("4k3/8/8/8/3Pp3/8/8/4K3 b - d3 0 2", ("d2d4",), (("e4d3", 3),), "e4e3")
 
 
 def test_held_out_depends_on_the_board_alone(positions):
@@ -89,23 +66,16 @@ def test_the_choice_of_held_out_boards_never_changes():
     assert [s for s in squares if s[0] != "e" and s[1] != "5"] == ["h4", "d6", "g7", "h7"]
 
 
-def test_builtin(builtin):
+def test_builtin():
+    lines = gzip.decompress(P.BUILTIN.read_bytes()).decode().splitlines()
+    builtin = P.load("builtin")
+    assert builtin == list(map(P.read_position, lines))  # in this order, each of them: runs depend on it
     train, held = P.split(builtin)
     assert 18000 <= len(train) <= 22500 and 1600 <= len(held) <= 2600
-    assert P.BUILTIN.stat().st_size <= 2_000_000
     for position in builtin[::4]:
         board = chess.Board(position.fen)
-        assert board.is_valid() and board.fen() == position.fen and len(position.history) <= 10
-        assert all(board.is_legal(chess.Move.from_uci(uci)) for uci, _ in position.moves)
+        assert P.verify(position) == position and len(position.history) <= 10
         assert len(position.moves) == min(5, board.legal_moves.count())
-        assert [cp for _, cp in position.moves] == sorted((cp for _, cp in position.moves), reverse=True)
-
-
-# Moves to ask about
-def test_the_move_that_mates_is_asked_about_often_and_where_none_is_legal_an_illegal_one():
-    rng, board = random.Random(5), chess.Board(MATE_IN_ONE)
-    assert 120 < sum(P.environment_move(board, rng, 1 / 4, "a1a8") == "a1a8" for _ in range(200)) < 190
-    assert P.environment_move(chess.Board("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1"), random.Random(6), 0)
 
 
 # Formats
@@ -124,10 +94,9 @@ def policy_line(position, best):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_own_format_round_trip(positions, tmp_path, name):
-    positions = [*positions, Position(START, (), ()), Position(MATE_IN_ONE, ("h7h6",), (("a1a8", 99999),))]
+    positions = [*positions[::4], Position(EN_PASSANT, (), ()), Position(MATE_IN_ONE, ("h7h6",), (("a1a8", 99999),))]
     path = save(tmp_path / name, map(P.write_position, positions))
-    path = path.rename(tmp_path / "renamed")  # the content decides, not the name
-    assert P.load(path) == positions
+    assert P.load(path.rename(tmp_path / "renamed")) == positions  # the content decides, not the name
     expanded = [P.write_position(p._replace(fen=P.expand_board(p.fen))) for p in positions]
     assert P.load(save(path, expanded)) == positions
 
@@ -139,6 +108,33 @@ def test_an_en_passant_square_that_no_pawn_can_use_is_removed(tmp_path, monkeypa
     fen = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq {} 0 1"
     path = save(tmp_path / "a.txt", [fen.format("e3") + ";e2e4;", f"{EN_PASSANT};d7d5;"])
     assert [position.fen for position in P.load(path)] == [fen.format("-"), EN_PASSANT]
+
+
+def test_a_board_is_loaded_once_and_each_move_that_is_asked_of_it(tmp_path):
+    """Counters and colours make no other board; of copies the labelled one stays, at the place of the first."""
+    after = "rnbqkbnr/pppppppp/8/8/8/N7/PPPPPPPP/R1BQKBNR b KQkq - {} 1"
+    mirrored = "r1bqkbnr/pppppppp/n7/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 1 9"
+    asked = [f"A: {START}+{move}+{move}+{START}+0.001+0+0" for move in ("e2e4", "d2d4", "e2e4")]
+    lines = [after.format(1), START, f"{mirrored};;e2e4:20", after.format(7), f"{mirrored};;d2d4:10", *asked]
+    assert P.load(save(tmp_path / "some", lines)) == [
+        (mirrored, (), (("e2e4", 20),), None),
+        (START, (), (), None),
+        (START, (), (), "e2e4"),
+        (START, (), (), "d2d4"),
+    ]
+    (tmp_path / "games.pgn").write_text("1. e4 e5 2. Nf3 *\n\n1. e4 c5 2. Nf3 *\n\n" * 20)
+    assert [len(p.history) for p in P.load(tmp_path / "games.pgn")] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("bad", [f"{START};;e2e5:10", f"{START.replace('8/8/8/8', '8/8/8/7')};;e2e4:10"])
+def test_what_loading_did_not_verify_is_verified_when_it_is_drawn(tmp_path, monkeypatch, byte_model, bad):
+    monkeypatch.setattr(P, "VERIFIED_LINES", 1)
+    [good, wrong] = P.load(save(tmp_path / "long", [f"{EN_PASSANT};;e5d6:10", bad]))
+    assert P.drawn(good) is good
+    with pytest.raises(
+        SystemExit, match=f"^error: the data's position {re.escape(wrong.fen)} cannot be used: .*line.$"
+    ):
+        rewards.make_questions([wrong], 1, random.Random(0), byte_model.config)
 
 
 @pytest.mark.parametrize("write", [str, P.expand_board])
@@ -181,17 +177,17 @@ def test_fen_and_epd_lists(tmp_path):
 
 @pytest.mark.parametrize("name", ["games.pgn", "games.pgn.gz"])
 def test_pgn(tmp_path, name):
-    texts, expected = [], []
-    for seed in range(12):
-        *_, board = random_game(seed)
+    rng, texts, expected = random.Random(0), [], {}
+    for _ in range(12):
+        board = chess.Board()
+        while not board.is_game_over() and board.ply() < 60:
+            history = tuple(move.uci() for move in board.move_stack[-10:])
+            expected.setdefault(P.board_key(board.fen()), Position(board.fen(), history, ()))
+            board.push(rng.choice(list(board.legal_moves)))
         game = chess.pgn.Game.from_board(board)
         game.add_variation(chess.Move.from_uci("a2a3"), comment="a comment")  # ignored
         texts.append(str(game))
-        replay = chess.Board()
-        for move in board.move_stack:
-            expected.append(as_position(replay))
-            replay.push(move)
-    assert P.load(save(tmp_path / name, texts)) == expected
+    assert P.load(save(tmp_path / name, texts)) == [*expected.values()]
 
 
 @pytest.mark.parametrize(
@@ -200,10 +196,10 @@ def test_pgn(tmp_path, name):
 def test_bad_games_are_left_out_if_they_are_few(tmp_path, capsys, caplog, bad):
     good = '[Event "x"]\n\n1. e4 e5\n2. Nf3 *\n\n'
     (tmp_path / "few.pgn").write_text(good * 200 + bad + "\n\n" + good)
-    assert len(P.load(tmp_path / "few.pgn")) == 3 * 201
+    assert len(P.load(tmp_path / "few.pgn")) == 3
     assert capsys.readouterr().err.startswith(f"{tmp_path}/few.pgn: left out 1 of 202 games") and not caplog.text
     (tmp_path / "many.pgn").write_text(good + "\n\n" + bad)
-    with pytest.raises(SystemExit, match="many.pgn, line 8: expected .*1 of 2 games"):
+    with pytest.raises(SystemExit, match="many.pgn, game 2: expected .*1 of 2 games"):
         P.load(tmp_path / "many.pgn")
 
 
@@ -223,7 +219,7 @@ def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence():
-    with pytest.raises(SystemExit, match="^error: hub:nobody/nothing cannot be read: ") as error:
+    with pytest.raises(SystemExit, match="^error: hub:nobody/nothing: data/.* cannot be read: ") as error:
         P.load("hub:nobody/nothing")
     assert "\n" not in str(error.value)
 
@@ -238,6 +234,7 @@ BAD_FILES = [
     (f"{START};;e2e5:10", "line 1: illegal uci: 'e2e5'"),
     (f"{START};;e2e4:10 d2d4:15", "line 1: expected each move once, best first"),
     (f"P: {START}   M: e2e4 d2d4 E: 0.3 B: e2e4", "line 1: expected as many evaluations as moves"),
+    (f"A: {START}+a1a1+a1a1+{START}+-1.0+0+1", "line 1: invalid uci"),
     (f"A: {START}+e2e4+d2d4+{START}+0.001+0+0", "line 1: expected .*recent moves and the move"),
 ]
 

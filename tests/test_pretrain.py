@@ -1,6 +1,5 @@
-"""tools/pretrain.py: its texts are right, a run can be killed, and it learns."""
+"""tools/pretrain.py and tools/texts.py: the texts are right, a run can be killed, and it learns."""
 
-import argparse
 import json
 import os
 import random
@@ -10,21 +9,21 @@ import sys
 import types
 
 import chess
-import numpy as np
 import pytest
 import torch
 
-import pretend_cuda
 import rewards
 from model import GPT
 from nanorook import positions
-from nanorook.positions import contract_board, expand_board
-from tools import pretrain
+from nanorook.positions import contract_board
+from nanorook.tokenizer import Tokenizer
+from rollout import read
+from tools import pretrain, texts
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
-FORMATS = {"squares": "squares", "expanded": "bytes", "rookworld": "bytes"}  # and a tokenizer for it
+TOKENIZERS = {"squares": Tokenizer.squares(), "expanded": Tokenizer.of_bytes(), "rookworld": Tokenizer.of_bytes()}
 LABELLED = positions.split(positions.load("builtin")[:6000])
-RARE = pretrain.rare_kinds(LABELLED[0])
+RARE = texts.rare_kinds(LABELLED[0])
 FEN = "r1b1k2r/pp3ppp/2n5/3qP3/3P4/2P2N2/P4PPP/R1BQK2R w KQkq - 1 11"
 
 
@@ -38,7 +37,7 @@ def run(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             for kind in rewards.LIMITS:
                 patch.setitem(rewards.LIMITS, kind, 4)
-            patch.setattr(pretrain, "schedule", lambda step: at.get(step, lambda: None)() or schedule(step))
+            patch.setattr(pretrain, "schedule", lambda step, *end: at.get(step, int)() or schedule(step, *end))
             pretrain.main()
         return tmp_path / out
 
@@ -52,124 +51,95 @@ def few(tmp_path_factory):
     return file
 
 
-@pytest.fixture
-def draw(monkeypatch):
-    def draw(step, text_format="squares", rows=96, init=None):
-        names = dict(text_format=text_format, tokenizer=pretrain.TOKENIZERS[FORMATS[text_format]](), n_positions=512)
-        names |= dict(labelled=LABELLED[0], rare=RARE, args=argparse.Namespace(seed=0, rows=rows, init=init))
-        for name, value in names.items():
-            monkeypatch.setattr(pretrain, name, value, raising=False)
-        return pretrain.draw_texts(step)
-
-    return draw
+def draw(step, text_format="squares", rows=96, beginner=True):
+    counts = texts.task_rows(step, rows, text_format, beginner)
+    return texts.draw(random.Random(step), counts, LABELLED[0], RARE, text_format)
 
 
 def board_of(prompt):
     return chess.Board(contract_board(prompt[3:].split("+")[0].strip()))
 
 
-@pytest.mark.parametrize("text_format", FORMATS)
-def test_every_text_is_a_perfect_answer(draw, text_format):
-    both = [*LABELLED[0], *map(positions.mirror, LABELLED[0])]
-    texts, labels = draw(2000, text_format), {p.fen: p.moves for p in both}
-    for prompt, answer in texts["policy"]:
+@pytest.mark.parametrize("text_format", TOKENIZERS)
+def test_every_text_is_a_perfect_answer(text_format):
+    both = [*LABELLED[0], *map(texts.mirror, LABELLED[0])]
+    drawn, labels = draw(2000, text_format), {p.fen: p.moves for p in both}
+    for prompt, answer in drawn["policy"]:
         grade = rewards.grade(rewards.Question("policy", prompt, labels[board_of(prompt).fen()]), answer)
         assert grade.reward == pytest.approx(1)
-    first = [answer.split("M: ")[1].startswith(answer.split("B: ")[1]) for _, answer in texts["policy"]]
+    first = [answer.split("M: ")[1].startswith(answer.split("B: ")[1]) for _, answer in drawn["policy"]]
     assert all(first) or text_format == "rookworld" and any(first)  # it alone lists moves in random order
-    for prompt, answer in texts["environment"]:
+    for prompt, answer in drawn["environment"]:
         move, history = prompt.split("+")[1:3]
         assert history.split()[-1] == move
         truth = rewards.transition(board_of(prompt).fen(), move)
         assert rewards.grade(rewards.Question("environment", prompt, truth), answer).reward == pytest.approx(1)
-    for prompt, answer in texts["legal"]:
+    for prompt, answer in drawn["legal"]:
         legal, moves = {move.uci() for move in board_of(prompt).legal_moves}, answer.split()
         assert set(moves) <= legal and len(set(moves)) == len(moves) == min(19, len(legal))
-    assert ("judge" in texts) == (text_format != "rookworld")
-    for prompt, answer in texts.get("judge", []):
+    assert ("judge" in drawn) == (text_format != "rookworld")
+    for prompt, answer in drawn.get("judge", []):
         legal = {move.uci() for move in board_of(prompt).legal_moves}
         assert [(word[:-1] in legal) == (word[-1] == "+") for word in answer.split()] == [True] * 16
         assert {word[-1] for word in answer.split()} == {"+", "-"}
-    assert min(map(len, texts.values())) >= 11
+    assert min(map(len, drawn.values())) >= 11
 
 
-def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often(draw):
-    checks, legal, captures, texts = 0, 0, 0, draw(4000, rows=2000)
-    for prompt, answer in (text for some in texts.values() for text in some):
+def test_no_text_shows_a_held_out_board_and_what_is_rare_comes_often():
+    checks, legal, captures, drawn = 0, 0, 0, draw(4000, rows=2000)
+    for prompt, answer in (text for some in drawn.values() for text in some):
         board = board_of(prompt)
         checks += board.is_check()
         assert not positions.held_out(board.fen())
         if prompt.startswith("A: "):
             assert not positions.held_out(contract_board(answer.split("+")[0]))
-            if answer.endswith("+0"):
-                legal += 1
-                captures += board.is_capture(chess.Move.from_uci(prompt.split("+")[1]))
-    assert 0.12 < checks / 2000 < 0.25  # a twelfth in games
-    assert 0.34 < captures / legal < 0.46
-    assert draw(7) == draw(7) != draw(8)
-    assert "legal" in draw(0) and "legal" not in draw(0, init="model")  # which knows the rules already
+            legal += answer.endswith("+0")
+            captures += answer.endswith("+0") and board.is_capture(chess.Move.from_uci(prompt.split("+")[1]))
+    assert 0.12 < checks / 2000 < 0.25 and 0.34 < captures / legal < 0.46  # a twelfth of boards in games are checks
+    assert "legal" in draw(0) and "legal" not in draw(0, beginner=False)
 
 
-def test_what_is_easy_counts_less_and_what_decides_counts_more(draw):
-    draw(0)
+def test_what_is_easy_counts_less_and_what_decides_counts_more():
     question = rewards.environment_question(positions.Position(FEN, (), (), "e1g1"), random.Random(0), "squares")
-    answer = rewards.environment_completion(*question.truth, "squares")
-    policy = positions.Position(FEN, (), (("e1g1", 20), ("d1d3", 90)), None)
-    other = pretrain.policy_text(policy, random.Random(0), "squares")
-    inputs, places, targets, weights, *_ = pretrain.tokenize([(question.prompt, answer), other])
-    assert inputs.shape == (2, 224) and places[0] == question.prompt.index("e1g1") - 1
-    assert weights[:3].tolist() == [0, 0, pretrain.DECISIVE_WEIGHT] and targets[2] == ord("+")  # it is legal
-    places, targets, weights = places[3:], targets[3:], weights[3:]
-    assert places[0] == 127 and inputs[0, 128] == targets[0]
-    n = len(pretrain.tokenizer.encode(answer)) + 1
-    changed = {i for i in range(71) if answer[i] != expand_board(FEN)[i]}
-    move, clock = {7 * 9 + 4, 7 * 9 + 6}, {answer.index(" 2 11+") + 1}  # e1 and g1; the rook's squares change too
-    assert changed == move | {7 * 9 + 5, 7 * 9 + 7}
-    counts = {weight: {i for i in range(n) if weights[i] == weight} for weight in set(weights[:n].tolist())}
-    assert counts.pop(pretrain.ENVIRONMENT_WEIGHT * pretrain.DECISIVE_WEIGHT) == move | clock
-    assert counts.pop(pretrain.ENVIRONMENT_WEIGHT) == (changed - move) | {*range(71, n)} - clock
-    unchanged = np.float32(pretrain.UNCHANGED_WEIGHT) * pretrain.ENVIRONMENT_WEIGHT
-    assert counts == {np.float32(unchanged): {*range(71)} - changed}
-    text, best = targets[n:], slice(-3, -1)  # two squares and the end
-    assert pretrain.tokenizer.decode(text).endswith("B: d1d3") and pretrain.tokenizer.decode(text[best]) == "d1d3"
-    assert set(weights[n:][best]) == {pretrain.DECISIVE_WEIGHT} and set(weights[n:][:-3]) == {1} == {weights[-1]}
+    answer, tokenizer = texts.environment_completion(*question.truth, "squares"), TOKENIZERS["squares"]
+    some = (question.prompt, answer), (rewards.policy_prompt(FEN, "squares"), "M: e1g1 d1d3 E: 0.9 0.2 B: e1g1")
+    _, _, targets, weights, *_ = texts.tokenize(some, tokenizer, 512, "squares")
+    decisive, environment = texts.DECISIVE_WEIGHT, texts.ENVIRONMENT_WEIGHT
+    assert weights[:3].tolist() == [0, 0, decisive] and targets[2] == ord("+")  # the mark of a legal move
+    wanted = [texts.UNCHANGED_WEIGHT] * 71 + [1] * (len(tokenizer.encode(answer)) + 1 - 71)
+    wanted[7 * 9 + 5] = wanted[7 * 9 + 7] = 1  # the rook leaves h1 for f1
+    wanted[7 * 9 + 4] = wanted[7 * 9 + 6] = wanted[answer.index(" 2 11+") + 1] = decisive  # e1, g1, the clock
+    wanted = [environment * weight for weight in wanted]
+    wanted += [*[1] * (len(weights) - len(wanted) - 6), decisive, decisive, 1]
+    assert weights[3:].tolist() == pytest.approx(wanted)
+    assert read(tokenizer, targets[3:].tolist())[0] == answer and targets[-1] == tokenizer.eos
 
 
 @pytest.mark.parametrize("text_format", ["squares", "expanded"])
-def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(draw, text_format):
+def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(text_format):
     """At each token of a move: the tokens with which some move that is legal, and not listed before, goes on."""
-    drawn = draw(2000, text_format, rows=64)
-    name = pretrain.tokenizer.decode
-    for task, texts in drawn.items():
-        _, _, targets, weights, moves, allowed = pretrain.tokenize(texts)
-        assert allowed.shape == (len(moves), pretrain.tokenizer.vocab_size) and allowed.any(1).all()
+    tokenizer = TOKENIZERS[text_format]
+    for task, some in draw(2000, text_format, rows=64).items():
+        _, _, targets, weights, moves, allowed = texts.tokenize(some, tokenizer, 512, text_format)
         right = allowed[range(len(moves)), targets[moves]]
-        if task == "environment":  # illegal moves are asked about, too, and no move is predicted by itself
-            assert 0.6 < right.mean() < 1 and not weights[moves].any() and (weights == 0).sum() == len(moves)
-        elif task == "judge":
-            assert len(moves) == 0 and set(targets[weights > 0]) == {ord("+"), ord("-")}
-            assert (weights > 0).sum() == 16 * len(texts) and set(weights) == {0, pretrain.DECISIVE_WEIGHT}
-        else:
-            lists = [answer.removeprefix("M: ").partition(" E:")[0] for _, answer in texts]
-            assert right.all() and weights.all() and name(targets[moves]) == "".join("".join(lists).split())
+        if task == "judge":  # only its marks count
+            assert len(moves) == 0 and (weights > 0).sum() == 16 * len(some)
+        else:  # the environment is asked about illegal moves, too, and no move of a prompt is predicted by itself
+            assert 0.6 < right.mean() < 1 and not weights[moves].any() if task == "environment" else right.all()
 
-    fen = "8/P6k/8/8/8/8/8/K7 w - - 0 1"
-    if text_format == "squares":
-        seven, eight, near = [{"a7", "a1"}], [{"a8"}], [{"a2", "b1", "b2"}]
-    else:
-        seven, eight, near = [{"a"}, {"7", "1"}], [{"a"}, {"8"}], [{"a", "b"}, {"1", "2"}]
-    prompts = {task: rewards.policy_prompt(fen, text_format) for task in ("policy", "legal")}
-    prompts["environment"] = rewards.environment_prompt(fen, "a7a8n", ["a7a8n"], text_format)
-    answers = {"policy": "M: a7a8n a1b1 E: 1 2 B: a1b1", "legal": "a7a8n a1b1", "environment": "..."}
-    for task, answer in answers.items():
-        ids = pretrain.tokenizer.encode(prompts[task] + answer)
-        found = list(pretrain.go_on(prompts[task], answer))
-        assert name([ids[place + 1] for place, _ in found]) == "a7a8na1b1"[: 5 if task == "environment" else 9]
-        wanted = [*seven, *eight, set("qrbn"), *seven, *near]
-        assert [{name([token]) for token in tokens} for _, tokens in found] == wanted[: len(found)]
-    illegal = rewards.environment_prompt(fen, "a1h8", ["a1h8"], text_format)
-    found = [{name([token]) for token in tokens} for _, tokens in pretrain.go_on(illegal, "...")]
-    assert found == [*seven, *near[:1]]  # nothing goes on after h
+    fen, policy, environment = "8/P6k/8/8/8/8/8/K7 w - - 0 1", rewards.policy_prompt, rewards.environment_prompt
+    promotion, king = ("a7/a1 a8 q/r/b/n", "a7/a1 a2/b1/b2")
+    if text_format == "expanded":
+        promotion, king = "a 7/1 a 8 q/r/b/n", "a 7/1 a/b 1/2"
+    nowhere = king.rpartition(" ")[0] if text_format == "expanded" else king  # no legal move goes on after a1h
+    for prompt, answer, wanted in (
+        (policy(fen, text_format), "M: a7a8n a1b1 E: 1 2 B: a1b1", f"{promotion} {king}"),
+        (environment(fen, "a7a8n", ["a7a8n"], text_format), "...", promotion),
+        (environment(fen, "a1h8", ["a1h8"], text_format), "...", nowhere),
+    ):
+        marks = [tokens for _, tokens in texts.legal_tokens(prompt, answer, tokenizer)]
+        found = [{read(tokenizer, [token])[0] for token in tokens} for tokens in marks]
+        assert found == [{*n.split("/")} for n in wanted.split()]
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
@@ -188,39 +158,22 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     assert [{**row, "seconds": 0} for row in rows[0]] == [{**row, "seconds": 0} for row in rows[1]]
     assert [row["texts"] for row in rows[0]] == [16, 32, 48] and "environment next_state T=1" in rows[0][0]
 
-    torch.save({"model": {}, "optimizers": []}, tmp_path / "whole/trainer.pt")
-    with pytest.raises(SystemExit, match="trainer.pt is damaged or of another model"):
-        run("whole", *arguments)
+    os.remove(tmp_path / "broken/config.json")  # as after a kill between trainer.pt and the model
+    GPT.load(run("broken", *arguments))
 
 
-def test_a_resumed_run_on_a_gpu_does_not_wait_for_step_counters(run, few, monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pretend_cuda.on(monkeypatch) as seen:
-        arguments, waits = ("--data", few, "--device", "cuda", "--eval-every", 100), {}
-        steps = {i: (lambda i=i: waits.update({i: len(seen.waits)})) for i in range(6)}
-        run("m", *arguments, "--steps", 3, at=steps)
-        run("m", *arguments, "--steps", 6, at=steps)
-    assert "torch.compile is left out: apt install gcc" in capsys.readouterr().out
-    assert waits[2] - waits[1] == waits[5] - waits[4] == 26  # 24 arrays sent; whether the gradient is finite
-
-
-def test_learning_rates_rise_are_held_and_fall_to_zero_at_the_end(monkeypatch):
-    args = argparse.Namespace(steps=1000, decay=0.3, hold=False)
-    monkeypatch.setattr(pretrain, "args", args, raising=False)
-    rates = [pretrain.schedule(step) for step in range(1000)]
-    assert rates[:100] == [pytest.approx((i + 1) / 100) for i in range(100)] and set(rates[100:701]) == {1}
-    assert rates[700:] == [pytest.approx((1000 - i) / 300) for i in range(700, 1000)]
-    args.hold = True
-    assert {pretrain.schedule(step) for step in range(100, 1000)} == {1}
+def test_learning_rates_rise_are_held_and_fall_to_zero_at_the_end():
+    rates = [pretrain.schedule(step, 1000, 0.3) for step in (0, 49, 99, 400, 700, 850, 999)]
+    assert rates == pytest.approx([0.01, 0.5, 1, 1, 1, 0.5, 1 / 300]) and pretrain.schedule(999, 1000, 0) == 1
 
 
 def test_it_learns(run, few, monkeypatch):
     """The loss of the ideal answers to its training positions falls from chance, log 321 = 5.8, to far below it."""
     monkeypatch.setattr(pretrain, "WARMUP", 5)
     model = GPT.load(run("m", "--data", few, "--steps", 80, "--eval-every", 1000, "--lr", 0.01, "--lr-matrix", 0.03))
-    texts = [pretrain.policy_text(p, random.Random(0), "squares") for p in positions.split(positions.load(few))[0]]
-    inputs, places, targets, *_ = map(torch.from_numpy, pretrain.tokenize(texts))
-    assert len(texts) == 10 and torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1)[places], targets) < 2.5
+    some = [texts.policy_text(p, random.Random(0), "squares") for p in positions.split(positions.load(few))[0]]
+    inputs, places, targets, *_ = map(torch.from_numpy, texts.tokenize(some, model.tokenizer, 320, "squares"))
+    assert len(some) == 10 and torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1)[places], targets) < 2.5
 
 
 def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
@@ -232,14 +185,30 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
     assert model.config.vocab_size == model.tokenizer.vocab_size
 
 
+def test_a_folder_that_is_not_its_own_or_cannot_be_written_to_is_refused_before_the_first_step(run, few, tmp_path):
+    weights = shutil.copytree("weights/tiny", tmp_path / "m") / "model.safetensors"
+    before = weights.read_bytes()
+    with pytest.raises(SystemExit, match="m holds a model that this program has not made; name another folder"):
+        run("m", "--data", few, "--steps", 1)
+    torch.save({"step": 8}, tmp_path / "m/trainer.pt")  # a checkpoint of train.py's has one of its own
+    with pytest.raises(SystemExit, match="damaged or of another model; name another folder"):
+        run("m", "--data", few, "--steps", 1)
+    assert weights.read_bytes() == before
+    with pytest.raises(SystemExit, match="model.safetensors/m cannot be written to .*; name another folder"):
+        run("m/model.safetensors/m", "--data", few, "--steps", 1, at={0: lambda: 1 / 0})
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
         ("--data nowhere.txt", "nowhere.txt"),
-        ("--tokenizer nowhere --format rookworld", "nowhere"),
         ("--data {0}/fens.txt", "no labelled position"),
-        ("--positions 200", "has to be at least 288"),
-        ("--tokenizer bytes", "fixed places"),
+        ("--tokenizer nowhere", "squares has a tokenizer of its own"),
+        ("--lr nan", "argument --lr: nan is not a number from 0 to 1"),
+        ("--layers 0", "argument --layers: 0 is not a whole number of at least 1"),
+        ("--eval-every 0", "argument --eval-every: 0 is not"),
+        ("--eval-positions 0", "argument --eval-positions: 0 is not"),
+        ("--heads 3", "--width 32 has to be a multiple of --heads 3"),
     ],
 )
 def test_what_cannot_be_done_is_said(run, tmp_path, arguments, said, capsys):
@@ -247,4 +216,3 @@ def test_what_cannot_be_done_is_said(run, tmp_path, arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         run("m", "--steps", 1, *arguments.format(tmp_path).split())
     assert said in str(stopped.value) + capsys.readouterr().err
-    assert not (tmp_path / "m").exists()

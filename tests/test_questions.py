@@ -10,6 +10,7 @@ import rewards
 from nanorook import positions as P
 from nanorook.positions import Position
 from nanorook.tokenizer import Tokenizer
+from tools import texts
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
@@ -25,16 +26,25 @@ def test_texts_are_written_as_documented():
     fen, moves = "7k/8/8/8/8/8/R7/K7 w - - 0 1", (("a2h2", 512), ("a2a3", -30), ("a1b1", 99998))
     pad = " " * (90 - len(fen))
     assert rewards.policy_prompt(fen, "rookworld") == f"P: {fen}"
-    assert rewards.policy_completion(fen, moves, "rookworld") == (
+    assert texts.policy_completion(fen, moves, "rookworld") == (
         f"{pad}M: {'a2h2 a2a3 a1b1':30}E: {'5.12 -0.3 999.98':40}B: a1b1"
     )
     expanded = ".......k/......../......../......../......../......../R......./K....... w - - 0 1"
     assert rewards.policy_prompt(fen, "expanded") == f"P: {expanded}".ljust(94)
-    assert rewards.policy_completion(fen, moves, "expanded") == "M: a2h2 a2a3 a1b1 E: 5.12 -0.3 999.98 B: a1b1"
+    assert texts.policy_completion(fen, moves, "expanded") == "M: a2h2 a2a3 a1b1 E: 5.12 -0.3 999.98 B: a1b1"
     assert rewards.environment_prompt(fen, "a2h2", ("a8b8", "a2h2"), "rookworld") == f"A: {fen}+a2h2+a8b8 a2h2+"
     assert rewards.environment_prompt(fen, "a2h2", ("a2h2",), "expanded") == f"A: {expanded}+a2h2+a2h2+".ljust(160)
-    assert rewards.environment_completion(fen, 0.001, False, True, "rookworld") == f"{fen}+0.001+0+1"
-    assert rewards.environment_completion(fen, 1.0, True, False, "expanded") == f"{expanded}+1.0+1+0"
+    assert texts.environment_completion(fen, 0.001, False, True, "rookworld") == f"{fen}+0.001+0+1"
+    assert texts.environment_completion(fen, 1.0, True, False, "expanded") == f"{expanded}+1.0+1+0"
+
+
+def test_unlabelled_positions_without_stockfish_are_said(tmp_path, monkeypatch, capsys):
+    for labels, program, said in (("", None, "1 of 2 positions have no labels"), ("", "sf", ""), ("a1a8:9", None, "")):
+        (tmp_path / "some").write_text(f"{MATE_IN_ONE};;{labels}\n{START};;e2e4:20")
+        monkeypatch.setattr(rewards.stockfish, "find", lambda path=program: path)
+        rewards.load(tmp_path / "some", None)
+        printed = capsys.readouterr().out
+        assert said in printed and bool(printed) == bool(said)
 
 
 def test_the_longest_prompts_fit_their_width():
@@ -87,7 +97,7 @@ def test_environment_questions_hold_the_truth_and_show_ten_moves(positions):
     asked = Position(MATE_IN_ONE, ("h7h6",), (), "a1a8")
     labels = ("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 1 1", 1.0, True, False)
     question = rewards.environment_question(asked, rng, "rookworld")
-    assert question == ("environment", f"A: {MATE_IN_ONE}+a1a8+h7h6 a1a8+", labels)
+    assert question[:3] == ("environment", f"A: {MATE_IN_ONE}+a1a8+h7h6 a1a8+", labels)
 
 
 def test_environment_questions_have_every_kind(positions):
@@ -96,21 +106,17 @@ def test_environment_questions_have_every_kind(positions):
         question = rewards.environment_question(position, rng, "rookworld", 1 / 4)
         fen, uci, *_ = question.prompt.removeprefix("A: ").split("+")
         board, move = chess.Board(fen), chess.Move.from_uci(uci)
-        if question.truth[3]:
-            piece = board.piece_at(move.from_square)
-            kinds.update(["illegal", "own piece" if piece and piece.color == board.turn else "other square"])
-            kinds["king in check"] += board.is_pseudo_legal(move)
-        else:
-            kinds["en passant"] += board.is_en_passant(move)
-            kinds["castling"] += board.is_castling(move)
-            kinds["promotion"] += move.promotion == chess.QUEEN
-            kinds["underpromotion"] += move.promotion in (chess.KNIGHT, chess.BISHOP, chess.ROOK)
-            end = P.game_end(board, move)
-            kinds[end.name if end else ""] += 1
+        piece, illegal = board.piece_at(move.from_square), question.truth[3]
+        own = piece is not None and piece.color == board.turn
+        kinds.update(["illegal"] * illegal, own=illegal and own, other=illegal and not own)
+        kinds.update(check=illegal and board.is_pseudo_legal(move), castling=not illegal and board.is_castling(move))
+        if not illegal:
+            promotion = f"promotion to {move.promotion}" if move.promotion else "none"
+            kinds.update([promotion, P.game_end(board, move)], en_passant=board.is_en_passant(move))
     assert 0.22 < kinds["illegal"] / len(positions) < 0.28
-    least = {"own piece": 120, "other square": 120, "king in check": 60, "en passant": 5, "castling": 50}
-    least |= {"promotion": 4, "underpromotion": 15, "CHECKMATE": 20, "STALEMATE": 2, "SEVENTYFIVE_MOVES": 25}
-    least |= {"INSUFFICIENT_MATERIAL": 1}
+    least = dict(own=120, other=120, check=60, en_passant=5, castling=50)
+    least |= {f"promotion to {piece}": 3 for piece in (chess.KNIGHT, chess.BISHOP, chess.ROOK, chess.QUEEN)}
+    least |= {end: n for end, n in zip(chess.Termination, (20, 2, 1, 25))}
     assert all(kinds[kind] >= number for kind, number in least.items()), kinds
 
 

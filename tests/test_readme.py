@@ -1,6 +1,7 @@
 """README.md and docs/: they are short, and what they name exists."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,15 @@ def anchors(file):
 
 def test_the_readme_and_the_docs_stay_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 220
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 6
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 8
+
+
+def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text()
+    lines, printed = re.search(r"((?:    [^#\s].*\n)+)    # (M: .*)", readme).groups()
+    monkeypatch.chdir(ROOT)
+    exec(textwrap.dedent(lines), {})
+    assert capsys.readouterr().out == f"{printed}\n"
 
 
 @each_file
@@ -48,7 +57,8 @@ def test_what_is_named_exists(file):
 
 @each_file
 def test_settings_exist(file):
-    text, settings = file.read_text(), {*train.settings.values(), "PYTHON"}
+    text = file.read_text()
+    settings = {*train.settings.values(), "PYTHON", "SUMS_REWARD"}  # the last one is examples/sums.py's
     for line in re.findall(r".*train\.(?:sh|py)\b.*", text):
         assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= settings, line
     if file.parent == ROOT:

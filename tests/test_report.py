@@ -11,7 +11,7 @@ import pytest
 
 import rewards
 from nanorook.positions import Position
-from tools import report
+from tools import report, texts
 from toy import user_runs
 
 STEPS = 30
@@ -26,16 +26,17 @@ HOSTILE = (
 def chess_samples():
     policy = rewards.policy_question(POSITION, "expanded")
     environment = rewards.environment_question(POSITION._replace(asked="e2e4"), random.Random(0), "expanded")
-    right = rewards.environment_completion(*environment.truth, "expanded")
+    right = texts.environment_completion(*environment.truth, "expanded")
     answers = {
         policy: ("M: e2e4 h2h4 a1a5 E: 0.4 0.1 0.2 B: a1a5", "M: e2e4 d2d4 E: 0.4 0.3 B: e2e4"),
         environment: (right.replace("PPPP.PPP", "PPPPPPPQ"), right),
         policy._replace(prompt=policy.prompt + " "): (HOSTILE, HOSTILE),
     }
     for stage, step in enumerate((0, STEPS)):
-        for question, texts in answers.items():
-            grade = rewards.grade(question, texts[stage], False)
-            yield {"step": step, "completion": texts[stage], **question._asdict(), **grade._asdict()}
+        for question, said in answers.items():
+            grade = rewards.grade(question, said[stage], False)
+            row = {"step": step, "completion": said[stage], "reward": grade.reward}
+            yield row | question._asdict() | grade._asdict()
 
 
 def letter_samples():
@@ -50,7 +51,7 @@ def make_metrics(names):
     for step in range(1, STEPS + 1):
         state, advice = {7: ("yellow", "look <here>"), 9: ("red", "skipped")}.get(step, ("green", ""))
         row = {name: step / 100 for name in names} | {"step": step, "grad_norm": math.nan if step == 9 else 0.4}
-        row |= {"seconds": {"rollout": 2.0, "update": 4.0}, "tokens": 9800, "broken": False}
+        row |= {"seconds": {"sampling": 2.0, "update": 4.0}, "tokens": 9800, "broken": False}
         yield row | {"state": state, "advice": advice}
 
 
@@ -121,11 +122,8 @@ def test_what_was_run_and_how_it_went(run):
     said = re.findall(r'<li><i class="(\w+)"></i>(.*?) <span class="soft">(.*?)</span>', text)
     assert said[0] == ("green", "green", "28 steps, 1 to 30")
     assert said[1:] == [("yellow", "look &lt;here&gt;", "step 7"), ("red", "skipped", "step 9")]
-    assert re.findall(r'<i class="(\w+)" style="flex:(\d+)"', text)[1:4] == [
-        ("yellow", "1"),
-        ("green", "1"),
-        ("red", "1"),
-    ]
+    strip = re.findall(r'<i class="(\w+)" style="flex:(\d+)"', text)
+    assert strip[1:4] == [("yellow", "1"), ("green", "1"), ("red", "1")]
     assert '<td class="up">▲ 0.900 ± 0.020</td>' in text and '<td class="down">▼ 1.000 ± 0.100</td>' in text
     assert not re.search(r'(src|href)="(?!#)|url\(|@import|https?://(?!www\.w3\.org)|<script', text)  # needs no network
 
@@ -138,7 +136,7 @@ def test_every_metric_of_any_task_is_shown(tmp_path):
     assert shown["letters: pieces of the reward"] == ["form", "&lt;b&gt;"]
     assert shown["letters: metrics"] == ["right"] and shown["x y: metrics"] == ["ok"]
     assert "sort: ba" in text and 'class="board"' not in text
-    assert "<b>0.800</b> = 0.500 form + 0.300 letter</p>" in text
+    assert "<b>0.8</b> = 0.5 form + 0.3 letter</p>" in text
     marks = re.findall('<mark style="--share:(.*?)" title="letter .*?">(.*?)</mark>', text)
     assert marks == [("0%", "&lt;"), ("100%", "a"), ("100%", "&lt;"), ("100%", "a")]
 
@@ -155,29 +153,28 @@ def test_boards_show_how_good_a_move_is_and_what_is_wrong():
     assert arrows(environment) == arrows(right) == [report.LEGAL]
     assert [len(re.findall("<rect[^>]*#dc2626", report.board(one))) for one in (environment, right)] == [2, 0]
     other_tasks = [{"prompt": p, "truth": None} for p in ("P: ", f"A: {START}", f"P: {START}", f"A: {START}+e9")]
-    for sample in (environment, next(letter_samples()), *other_tasks):
-        assert report.board(sample | {"completion": "no board"}) == ""
+    for sample in (environment | {"completion": "no board"}, next(letter_samples()), *other_tasks):
+        assert report.board({"completion": START} | sample) == ""
 
 
-def test_values_that_are_not_finite_leave_a_gap_and_a_red_line(run):
+def test_values_that_are_not_finite_or_explode_are_seen_and_hide_nothing(run):
     figure = re.search("<h3>Gradient norm.*?</figure>", report.write(run).read_text(), re.DOTALL)[0]
     assert re.search('class="raw[^>]*d="([^"]*)"', figure)[1].count("M") == 2  # up to step 8, and from 10 on
     assert figure.count('class="broken"') == 1 and figure.count('class="limit"') == 1
-
-
-def test_an_explosion_neither_hides_nor_is_hidden():
     points = [(i, 5e7 if i == 50 else 0.5 + 0.4 * (i % 2)) for i in range(100)]
     figure = report.plot("", "", [("norm", "c0", points)], 0, 99)
-    heights = re.findall(r" ([\d.]+)", re.search('class="raw[^>]*d="(.*?)h0', figure)[1])
-    assert len(set(heights)) == 3 and ">1e+06<" in figure
-    assert report.marks(0, 1) == [0, 0.5, 1] and report.marks(-0.3, 0.93) == [0, 0.5]
-    # nor do long runs, which are thinned, hide an incident
-    points = report.points_of([{"step": i, "x": math.nan if i == 777 else i} for i in range(5000)], "x")
-    assert len(points) <= report.POINTS and sum(math.isnan(v) for _, v in points) == 1 and points[-1][0] == 4999
+    assert len(set(re.findall(r" ([\d.]+)", re.search('class="raw[^>]*d="(.*?)h0', figure)[1]))) == 3
+    for low, high in ((-0.18, 0.02), (0, 0), (-3, -2), (0, 1e-9), (5, 5)):
+        assert report.plot("", "", [("x", "c0", [(0, low), (1, high)])], 0, 1).count('class="axis"') == 3
+    points = [(i, {0: 7.0, 2999: 9.0}.get(i, 0.0)) for i in range(3000)]  # a legend has the points, not their means
+    assert "<b>7 → 9</b>" in report.plot("", "", [("length", "c0", points)], 0, 2999)
 
 
 def test_two_runs_side_by_side(run, tmp_path):
-    text = report.write(run, make_run(tmp_path / "other", lr=3e-4)).read_text()
+    own = report.write(run)
+    before, page = own.read_bytes(), report.write(run, make_run(tmp_path / "other", lr=3e-4))
+    assert page == run / "report-beside-other.html" and own.read_bytes() == before
+    text = page.read_text()
     assert '<div class="values2"><dt>LR</dt><dd>0.0001 | 0.0003</dd>' in text and text.count('"values2"') == 1
     assert panels(text)["Gradient norm"] == ["A grad_norm", "B grad_norm"]
     assert text.count('class="card"') == 3 and text.count("<figcaption>A before</figcaption>") == 3
@@ -202,27 +199,22 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["settings.json", "run.json", "skill.json", "samples.jsonl", "metrics.jsonl"])
-def test_a_missing_or_cut_file_is_noted_and_the_rest_is_shown(run, name):
+def test_without_a_file_or_with_a_cut_one_the_rest_is_shown(run, name):
     content = (run / name).read_bytes()
     (run / name).write_bytes(content[: int(len(content) * 0.6)])
     text = report.write(run).read_text()
-    assert name in text and "left out" in text and "<h3>Reward" in text
-    assert 'class="card"' in text and text.rstrip().endswith("</html>")
-    if name != "metrics.jsonl":
-        (run / name).unlink()
-        text = report.write(run).read_text()
-        assert f"{name} is missing" in text and text.count('class="plot"') == 8
+    assert "<h3>Reward" in text and 'class="card"' in text and text.rstrip().endswith("</html>")
+    (run / name).unlink()
+    if name == "metrics.jsonl":
+        with pytest.raises(SystemExit, match="error: .*holds no step"):
+            report.write(run)
+    else:
+        assert report.write(run).read_text().count('class="plot"') == 8
 
 
-@pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew', "[1]\n", "\x00\xff\n", "[" * 9999])
+@pytest.mark.parametrize("content", ["", '{"step": 1, "rew', "[1]\n", "\x00\xff\n", "[" * 9999])
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path, content):
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content, encoding="latin-1")
-    with pytest.raises(SystemExit, match="error: .*holds no step"):
-        report.write(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(content, encoding="latin-1")
+    done = user_runs("-m", "tools.report", tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "holds no step" in done.stderr
     assert not (tmp_path / "report.html").exists()
-
-
-def test_the_program(run):
-    done = user_runs("-m", "tools.report", run)
-    assert done.returncode == 0 and done.stdout.strip() == str(run / "report.html")

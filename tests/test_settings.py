@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import toy
 from nanorook import settings
 from nanorook.settings import setting
 
@@ -12,7 +13,8 @@ from nanorook.settings import setting
 @pytest.fixture
 def program(monkeypatch):
     """A program with five settings, started with arguments and an environment; their values."""
-    monkeypatch.setattr(settings, "SETTINGS", {})
+    for name in ("SETTINGS", "HEADINGS"):
+        monkeypatch.setattr(settings, name, {})
     for name in settings.GIVEN:
         monkeypatch.setitem(settings.GIVEN, name, {})
 
@@ -20,7 +22,10 @@ def program(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
         monkeypatch.setattr(os, "environ", {"LESS": "x", "SHELL": "bash", **environment})
         settings.read_user()
+        settings.heading("the run")
         setting("STEPS", 100, "how long", low=0)
+        settings.heading("a task without settings")
+        settings.heading("learning")
         setting("LR", 1e-4, "how fast", low=0)
         setting("LOSS", "dapo", "which", one_of=("grpo", "dapo"))
         setting("OVERFIT", False, "on one batch")
@@ -42,14 +47,14 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
     "arguments, environment, message",
     [
         (["STEPS=abc"], {}, "STEPS=abc is not a whole number"),
-        (["STEPS=-1"], {}, "STEPS=-1 is out of range; it has to be a number of at least 0"),
-        (["LR=nan"], {}, "LR=nan is out of range"),
-        (["LR=inf"], {}, "LR=inf is out of range"),
+        (["STEPS=-1"], {}, "STEPS=-1 is not a whole number of at least 0"),
+        (["LR=nan"], {}, "LR=nan is not a number of at least 0"),
+        (["LR=inf"], {}, "LR=inf is not a number of at least 0"),
         (["LOSS=ppo"], {}, "is not one of grpo, dapo"),
         (["OVERFIT=maybe"], {}, "neither 0 nor 1"),
-        (["STEPS"], {}, "did you mean STEPS?"),
-        (["MODELS=x"], {}, "did you mean MODEL?"),
-        ([], {"GROUP_SIZES": "5"}, "the environment has GROUP_SIZES, which is not a setting; did you mean GROUP_SIZE?"),
+        (["STEPS=1" + "0" * 400], {}, "is not a whole number of at least 0"),
+        (["STEPS"], {}, "STEPS is not a setting in the form NAME=value; did you mean STEPS=100?"),
+        (["MODELS=x"], {}, "did you mean MODEL=x?"),
     ],
 )
 def test_what_cannot_be_used_is_an_error(program, arguments, environment, message):
@@ -59,31 +64,23 @@ def test_what_cannot_be_used_is_an_error(program, arguments, environment, messag
 
 
 def test_a_variable_that_may_be_another_programs_is_a_warning(program, capsys):
-    assert program(MODELS="/srv/models", LOSSES="mse", STEPS="5")["STEPS"] == 5
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("warning: the environment has MODELS,")
+    assert program(MODELS="/srv/models", GROUP_SIZES="8", LOSSES="mse", STEPS="5")["STEPS"] == 5
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: the environment has {name}S, which is not a setting; did you mean {name}?"
+        for name in ("MODEL", "GROUP_SIZE")
+    ]
 
 
-def test_help_shows_names_defaults_and_meanings(program, capsys):
+def test_help_shows_names_defaults_and_meanings_in_groups(program, capsys):
     with pytest.raises(SystemExit):
         program("--help", "STEPS=5")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[:2]] == [["STEPS", "100"], ["LR", "0.0001"]]
-    assert "how long" in lines[0] and "(grpo, dapo)" in lines[2] and lines[3].split()[1] == "0"
-
-
-def test_a_task_is_any_file_and_brings_its_own_defaults(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "SETTINGS", {})
-    monkeypatch.setitem(settings.GIVEN, "defaults", {})
-    (tmp_path / "my_task.py").write_text("from nanorook.settings import refuse\nDEFAULTS = {'LR': 0.25}\n")
-    task = settings.load_task(tmp_path / "my_task.py")
-    assert setting("LR", 1.0, "") == 0.25 and settings.load_task(tmp_path / "my_task.py") is task
-    assert settings.load_task("rewards.py") is sys.modules["rewards"]
-    with pytest.raises(SystemExit, match="there is no such file"):
-        settings.load_task(tmp_path / "none.py")
-    (tmp_path / "random.py").write_text("import random")
-    with pytest.raises(SystemExit, match="another Python module is called random; rename the file"):
-        settings.load_task(tmp_path / "random.py")
+    usage, *groups = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: ./train.sh [NAME=value ...]")
+    groups = [group.splitlines() for group in groups]
+    assert [group[0] for group in groups] == ["the run", "learning"]
+    assert groups[0][1].split() == ["STEPS", "100", "how", "long"]
+    assert [line.split()[:2] for line in groups[1][1:4]] == [["LR", "0.0001"], ["LOSS", "dapo"], ["OVERFIT", "0"]]
+    assert "(grpo, dapo)" in groups[1][2]
 
 
 def test_a_tasks_default_keeps_the_settings_type_and_names_a_setting(program, monkeypatch):
@@ -92,3 +89,7 @@ def test_a_tasks_default_keeps_the_settings_type_and_names_a_setting(program, mo
     monkeypatch.setitem(settings.GIVEN, "defaults", {"STEP": 7})
     with pytest.raises(SystemExit, match="DEFAULTS name STEP, which is not a setting"):
         program()
+
+
+def test_a_seed_that_torch_cannot_take_is_refused(tmp_path):
+    assert toy.main(tmp_path, SEED=10**20) == f"error: SEED={10**20} is not a whole number from 0 to {2**32 - 1}."

@@ -1,7 +1,7 @@
 """nanorook/stockfish.py: against python-chess's own engine interface, and with engines that fail."""
 
 import os
-import time
+import re
 
 import chess
 import chess.engine
@@ -39,10 +39,10 @@ def test_labels_are_those_of_python_chess_s_engine(engine):
         with other.analysis(board, chess.engine.Limit(nodes=NODES), multipv=5, game=object()) as analysis:
             for line in analysis:
                 if "multipv" in line and not {"upperbound", "lowerbound"} & line.keys():
-                    depths.setdefault(line["depth"], {}).setdefault(line["multipv"], line)
+                    label = line["pv"][0].uci(), line["score"].relative.score()
+                    depths.setdefault(line["depth"], {}).setdefault(line["multipv"], label)
     lines = depths[max(depth for depth, lines in depths.items() if len(lines) == 5)]
-    expected = tuple((line["pv"][0].uci(), line["score"].relative.score()) for _, line in sorted(lines.items()))
-    assert engine.search(board, 3 * NODES) != expected  # leaves its hash table behind
+    assert engine.search(board, 3 * NODES) != (expected := tuple(lines[i] for i in range(1, 6)))  # fills its table
     assert engine.search_afresh(board, NODES) == expected
 
 
@@ -59,8 +59,7 @@ def info(depth, rank, score, move):
 
 def test_evaluations_come_from_one_finished_depth(tmp_path):
     """Here the nodes run out in depth 3, and depth 2 was first reported with a bound."""
-    lines = [info(1, 1, "cp 91", "a1b1"), info(1, 2, "cp 92", "a1a2"), info(1, 3, "cp 93", "a1b2")]
-    lines += [info(2, 1, "cp 70 lowerbound", "a1b1")]
+    lines = [info(2, 1, "cp 70 lowerbound", "a1b1")]
     lines += [info(2, 1, "cp 5", "a1b2"), info(2, 2, "mate -3", "a1b1"), info(2, 3, "cp 8", "a1a2")]
     lines += [info(3, 1, "mate 2", "a1a2"), info(2, 2, "cp 5", "a1b2"), info(2, 3, "cp 3", "a1b1")]
     said = "; ".join(f"echo '{line}'" for line in [*lines, "bestmove a1a1"])
@@ -93,20 +92,20 @@ def test_a_missing_program_is_one_sentence(monkeypatch):
 
 @needs_stockfish
 def test_a_labeller_starts_a_dead_engine_again(engine):
-    labeller = Labeller()
-    fens = OPENING, MIDDLE_GAME, MATE_IN_ONE
-    labels = [labeller.label(fen) for fen in fens]
-    assert labels == [engine.search_afresh(chess.Board(fen)) for fen in fens] and len(set(labels)) == 3
-    labeller.engine.process.kill()
-    assert [labeller.label(fen) for fen in fens] == labels and labeller.failures == 1
+    labeller, fens = Labeller(), (OPENING, MIDDLE_GAME)
+    labels = [engine.search_afresh(chess.Board(fen)) for fen in fens]
+    for failures in (0, 1):
+        assert [labeller.label(fen) for fen in fens] == labels and labeller.failures == failures
+        labeller.engine.process.kill()
     labeller.close()
 
 
 @pytest.mark.parametrize("text", ["exit 1", "exec sleep 100", "while read x; do echo uciok; echo bestmove e9e9; done"])
-def test_a_labeller_gives_up_after_ten_failures(tmp_path, monkeypatch, text):
+def test_a_labeller_gives_up_after_ten_failures_and_says_so(tmp_path, monkeypatch, capsys, text):
+    """Training does not wait for an engine that hangs."""
     monkeypatch.setenv("STOCKFISH_PATH", script(tmp_path / "engine", text))
     monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
-    labeller, started = Labeller(), time.monotonic()
+    labeller = Labeller()
     assert [labeller.label(OPENING) for _ in range(20)] == [()] * 20
     assert labeller.failures == labeller.MAX_FAILURES == 10
-    assert time.monotonic() - started < 20  # training does not wait for an engine that hangs
+    assert re.fullmatch("warning: Stockfish .*; from now on unlabelled positions stay so.\n", capsys.readouterr().err)

@@ -8,8 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rewards
-import train
 from model import GPT
+from nanorook.task import graded
+from rollout import read, sample
+from tools import texts
 
 FOLDER = Path(rewards.__file__).parent / rewards.start_model()
 
@@ -29,7 +31,7 @@ def test_it_is_small_and_opens_in_transformers(tiny, questions):
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 12e6
     prompt = questions[0].prompt
     ids = AutoTokenizer.from_pretrained(FOLDER)(prompt, return_tensors="pt").input_ids
-    assert ids[0].tolist() == tiny.tokenizer.encode(prompt) and tiny.tokenizer.decode(ids[0].tolist()) == prompt
+    assert ids[0].tolist() == tiny.tokenizer.encode(prompt) and read(tiny.tokenizer, ids[0].tolist())[0] == prompt
     assert tiny.tokenizer.eos == tiny.config.eos_token_id < tiny.tokenizer.vocab_size <= tiny.config.vocab_size
     hf = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     with torch.no_grad():
@@ -39,11 +41,11 @@ def test_it_is_small_and_opens_in_transformers(tiny, questions):
 
 def test_ideal_answers_fit_behind_its_prompts(tiny, questions):
     text_format = rewards.chess_format(tiny.config)
-    for kind, prompt, truth in questions:
+    for kind, prompt, truth, _ in questions:
         if kind == "policy":
-            answer = rewards.policy_completion(rewards.contract_board(prompt[3:].strip()), truth, text_format)
+            answer = texts.policy_completion(rewards.contract_board(prompt[3:].strip()), truth, text_format)
         else:
-            answer = rewards.environment_completion(*truth, text_format)
+            answer = texts.environment_completion(*truth, text_format)
         prompt, answer = map(tiny.tokenizer.encode, (prompt, answer))
         assert len(answer) < rewards.LIMITS[kind] and len(prompt) + len(answer) < tiny.config.n_positions
 
@@ -52,7 +54,8 @@ def test_it_is_fluent(tiny, questions):
     """At temperature 1, so that groups have answers to be told apart."""
     torch.set_flush_denormal(True)  # as train.py does; conftest.py undoes it
     noise = torch.rand(len(questions), 1, max(rewards.LIMITS.values()), generator=torch.Generator().manual_seed(0))
-    for _, samples in train.sample(tiny, questions, 1, 1.0, noise):
-        assert sum(s.grade.metrics["structure"] for s in samples) >= 0.8 * len(samples) >= 4
-        if samples[0].question.kind == "policy":
-            assert sum(s.grade.metrics["legal"] for s in samples) >= 0.3 * len(samples)
+    for _, answers in sample(tiny, questions, 1, rewards.LIMITS, noise=noise):
+        grades = [answer.grade for answer in graded(rewards, answers)]
+        assert sum(grade.metrics["structure"] for grade in grades) >= 0.8 * len(grades) >= 4
+        if answers[0].question.kind == "policy":
+            assert sum(grade.metrics["legal"] for grade in grades) >= 0.3 * len(grades)

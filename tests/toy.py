@@ -1,26 +1,33 @@
 """A task that takes milliseconds: two kinds of questions, which a model of random weights answers with random bytes."""
 
+import gc
 import json
 import math
 import os
 import random
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig
+from nanorook.task import Grade, Question
 from nanorook.tokenizer import Tokenizer
-from rewards import Grade, Question
 
 ROOT = Path(__file__).parent.parent
 DEFAULTS = {}
 LIMITS = {"short": 4, "long": 7}
-CLOCK = ("seconds", "tokens_per_second", "peak_memory_gb")  # differ between two equal runs
+CLOCK = ("seconds", "tokens_per_second")  # differ between two equal runs
 SETTINGS = dict(STEPS=2, BATCH_POSITIONS=4, GROUP_SIZE=4, EVAL_POSITIONS=4, WARMUP_STEPS=0, LR=1e-3, NPROC=1)
 SETTINGS |= dict(DTYPE="float32", DEVICE="cpu", COMPILE="0", TASK=__file__)
+
+
+def start_model():
+    """MODEL names the folder that conftest.py has made."""
 
 
 def load(source, config):
@@ -38,8 +45,7 @@ def grade(question, text, hit_limit=False, step=math.inf):
     """Even characters are good, and the first one should be low."""
     pieces = [("even", sum(ord(c) % 2 == 0 for c in text) / 7)]
     pieces += [("first", (ord(text[0]) % 8) / 16, (0, 1))] if text else []
-    reward = sum(value for _, value, *_ in pieces)
-    return Grade(reward, tuple(pieces), {"characters": float(len(text))})
+    return Grade(tuple(pieces), {"characters": float(len(text))})
 
 
 def model(seed=0):
@@ -48,43 +54,74 @@ def model(seed=0):
     result = GPT(GPTConfig(257, 24, 32, 1, 2, eos_token_id=256))
     with torch.no_grad():
         for p in result.parameters():
-            p.mul_(4) if p.ndim == 2 else p
+            p.mul_(4 if p.ndim == 2 else 1)
         end = result.wte.weight[256]
         result.ln_f.bias.copy_(4 * end / end.square().sum())
     result.tokenizer = Tokenizer.of_bytes()
     return result
 
 
-def questions(count=4, seed=0):
-    return make_questions(load("builtin", None)[0], count, random.Random(seed), None)
+def questions(count=4):
+    return make_questions(load("builtin", None)[0], count, random.Random(0), None)
 
 
-def set_all(patch, values):
+def batches(policy, questions):
+    """What update() gets in a step about these questions."""
+    import train
+
+    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, 0)
+    parts = train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise)
+    return [train.compare(batch, train.graded(train.task, answers, 0)) for batch, answers in parts]
+
+
+def set_all(patch, values, task=sys.modules[__name__]):
     """Settings of train.py, whose task becomes this file."""
     import train  # not above: train.py imports this file
     from nanorook.settings import SETTINGS as known
 
-    patch.setattr(train, "task", sys.modules[__name__])
+    patch.setattr(train, "task", task)
     for name, value in values.items():
         patch.setattr(train, name, value)
         patch.setitem(known, name, (*known[name][:2], value))
 
 
-def finish_run(model, out):
-    model.save(out / "model")
-    (out / "report.html").touch()
+def to_cpu(batch):
+    return type(batch)(*(None if x is None else x.to("cpu") for x in batch))
 
 
-def run(out, **changes):
+def finish(run, model):
+    """Run.finish without the report, which takes seconds."""
+    model.save(run.out / "model")
+    run.lock.close()
+
+
+def run(out, task=sys.modules[__name__], **changes):
     """train.main() in this process, with these settings; its rows() without the clock."""
     import train
 
+    gc.collect()  # a run that was broken off holds its folder no longer
     with pytest.MonkeyPatch.context() as patch:
-        set_all(patch, {**SETTINGS, "OUT_DIR": str(out), **changes})
-        patch.setattr(train, "finish_run", finish_run)
+        set_all(patch, {**SETTINGS, "OUT_DIR": str(out), **changes}, task)
+        patch.setattr(train.Run, "finish", finish)
         patch.setattr(sys, "argv", ["train.py"])
         train.main()
     return rows(out)
+
+
+def main(out, **changes):
+    """train.py as a user starts it, but in this process; the sentence that it ends with."""
+    from nanorook import settings
+    from nanorook.run import Run
+
+    arguments = [f"{name}={value}" for name, value in {**SETTINGS, "OUT_DIR": out, **changes}.items()]
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
+        patch.setattr(Run, "finish", finish)
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        try:
+            gc.collect()
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as end:
+            return end.code
 
 
 def rows(out):

@@ -1,16 +1,18 @@
 """Speed: seconds of a rollout and of a whole step, beside this machine's own limit, transformers and TRL.
 
-python -m tools.bench [W1 W2 W3 W4] [--runs 3] [--only nanorook] [--dtype float32] [--watch 200] [--json FILE]
+python -m tools.bench [W1 W2 W3 W4] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
 
 Weights are random and nothing ends early, so every run does the same work. In each round nanorook, the limit and the
 others take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
-import logging
+import os
 import random
+import resource
 import tempfile
 import time
 import warnings
@@ -25,9 +27,9 @@ import train
 from model import GPT, GPTConfig
 from nanorook import hardware, positions
 from nanorook.monitor import describe
-from nanorook.settings import refuse
+from nanorook.settings import number
 from nanorook.tokenizer import Tokenizer
-from rollout import capture, generate
+from rollout import capture, generate, read
 from tools.games import check_output
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
@@ -48,8 +50,15 @@ def workloads(device):
         "W1": Workload("rollout, 6 layers x 256", SMALL, 32, 8, 72),
         "W2": Workload("rollout, GPT-2 124M", GPT2, 64 if cuda else 4, 8, 64),
         "W3": Workload("whole step, 6 layers x 256", SMALL, 16, 8, 72, 0.0),
-        "W4": Workload("whole step with reference, GPT-2 124M", GPT2, 64 if cuda else 2, 8, 64, 0.02),
+        "W4": Workload("whole step with reference, GPT-2 124M", GPT2, 64 if cuda else 2, 8, 64, train.KL_COEF),
     }
+
+
+def peak_memory(device):
+    """In GB: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB
 
 
 def clock(device):
@@ -58,58 +67,48 @@ def clock(device):
     return time.perf_counter()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# nanorook
+@contextlib.contextmanager
+def timed(who, seconds, device):
+    """`seconds` gets the time of what runs inside, which is named when it begins."""
+    print(f"  {who:40}", end="", flush=True)
+    start = clock(device)
+    yield
+    seconds[who] = clock(device) - start
+    print(f"{seconds[who]:8.3f} s", flush=True)
 
 
-def questions():
-    """Policy questions whose prompts have 50 to 70 bytes, in an order that is always the same."""
+# ---- nanorook ----------------------------------------------------------------------------------------------
+
+
+def questions(count):
+    """Policy questions whose prompts have 50 to 70 bytes, the same at every call."""
     found = positions.split(positions.load("builtin"))[0]
-    asked = [rewards.policy_question(p, "rookworld") for p in random.Random(0).sample(found, len(found)) if p.moves]
-    return [question for question in asked if 50 <= len(question.prompt) <= 70]
+    asked = [rewards.policy_question(p, "rookworld") for p in random.Random(0).sample(found, len(found))]
+    return [question for question in asked if 50 <= len(question.prompt) <= 70][:count]
 
 
-def prepare(w, device, dtype):
-    """A model of random weights, and a function of (questions, number of the run) that makes a rollout, or a step as
-    train.py does, and gives its seconds."""
+def prepare(w, asked, device, dtype):
+    """A model of random weights, and a function that makes a rollout with it, or a step as train.py does."""
     torch.manual_seed(0)
-    model = GPT(w.config).to(device).use(dtype)
+    model, rng = GPT(w.config).to(device).use(dtype), torch.Generator().manual_seed(0)
     model.tokenizer = Tokenizer.of_bytes()
     model.tokenizer.eos = model.config.eos_token_id = -1  # which never comes
-    reference = train.make_reference(model, device, dtype) if w.kl else None
+    reference = train.make_reference(model) if w.kl else None
     optimizer = train.make_optimizer(model)
 
-    def run(asked, i):
-        rng = torch.Generator().manual_seed(i)
-        start = clock(device)
+    def run():
         prompts = [model.tokenizer.encode(question.prompt) for question in asked]
-        noise = torch.rand(len(prompts) * w.group, w.new, generator=rng).to(device)
-        batch = generate(model.cast(dtype), prompts, w.group, w.new, noise=noise)
-        middle = clock(device)
-        if w.kl is None:
-            return {"rollout": middle - start}
-        for row, ids in enumerate(batch.tokens.tolist()):
-            rewards.grade(asked[row // w.group], model.tokenizer.decode(ids), True)
-        advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
-        train.update(model, reference, optimizer, [batch._replace(advantages=advantages)], w.kl)
-        return {"rollout": middle - start, "update": clock(device) - middle}
+        noise = torch.rand(len(prompts) * w.group, w.new, generator=rng)
+        batch = generate(model.cast(dtype), prompts, w.group, [w.new] * len(prompts), noise=noise)
+        if w.kl is not None:
+            for row, ids in enumerate(batch.tokens.tolist()):
+                rewards.grade(asked[row // w.group], read(model.tokenizer, ids)[0], True)
+            advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
+            train.update(model, reference, optimizer, [batch._replace(advantages=advantages)])
 
     return model, run
 
 
-def watch(run, w, device, steps):
-    """Many steps on changing prompts: what the first 20 did not compile or need of memory."""
-    everything, seen = questions(), []
-    for i in range(steps):
-        run(random.Random(i).sample(everything, w.prompts), i)
-        if (i + 1) % 20 == 0 or i + 1 == steps:
-            seen.append((torch._dynamo.utils.counters["stats"]["unique_graphs"], hardware.peak_memory(device)))
-            print("  {} steps: {} graphs compiled, {:.2f} GB at most".format(i + 1, *seen[-1]), flush=True)
-    recompiles, grown = (b - a for a, b in zip(seen[0], seen[-1]))
-    return {"steps": steps, "recompiles": recompiles, "grown_gb": grown}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The limit: what no implementation can leave out, at the speed at which this machine does just that. A token takes two
 # FLOPs for each weight of the matrices: 12 C² in a layer, and C V of the head where it predicts one. All else, such as
 # the attention's own products, softmax, GELU and sampling, counts as nothing, so 100 % cannot be reached.
@@ -164,33 +163,16 @@ def copy_rate(size, device):
     return 8 * len(a) / best(lambda: b.copy_(a), device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# transformers and TRL. GPT-2's gelu_new is written out there as many small operations, so a fused one is tried as well.
+# ---- transformers and TRL -------------------------------------------------------------------------------------
 
-FUSED = {"activation_function": "gelu_pytorch_tanh"}
+FUSED = {"activation_function": "gelu_pytorch_tanh"}  # their gelu_new is many small operations
 BF16, PLAIN = FUSED | {"dtype": "bfloat16"}, {"bf16": False, "gradient_checkpointing": False}
-TRL = (  # what the model is made with, what GRPOConfig gets beside what the work itself asks for
-    ("default", {}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
-    ("float32", FUSED, PLAIN),
-    ("bfloat16", BF16, PLAIN),
-    ("bfloat16, 4 microbatches", BF16, PLAIN | {"gradient_accumulation_steps": 4}),
-)
-
-
-def installed():
-    """Whether both are; they print no warnings and no progress bars from now on."""
-    missing = [name for name in ("transformers", "trl") if not importlib.util.find_spec(name)]
-    if missing:
-        print(f"nothing is compared: pip install {' '.join(missing)}")
-        return False
-    import datasets
-    import transformers
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    return True
+TRL = {  # what the model is made with, what GRPOConfig gets beside what the work itself asks for
+    "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
+    "TRL, float32": (FUSED, PLAIN),
+    "TRL, bfloat16": (BF16, PLAIN),
+    "TRL, bfloat16, 4 microbatches": (BF16, PLAIN | {"gradient_accumulation_steps": 4}),
+}
 
 
 def transformers_rounds(w, asked, folder, device, runs, turn):
@@ -200,49 +182,41 @@ def transformers_rounds(w, asked, folder, device, runs, turn):
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
     inputs = tokenizer([question.prompt for question in asked], padding=True, return_tensors="pt").to(device)
     cache = "static" if hardware.compiles("auto", device) else "dynamic"  # generate() compiles with a static cache
-    settings = {"default": ({}, "dynamic"), "float32": (FUSED, cache), "bfloat16": (BF16, cache)}
     models = {}
-    for setting, (options, _) in settings.items():
-        models[setting] = GPT2LMHeadModel.from_pretrained(folder, **options).eval().to(device)
-        models[setting].generation_config.eos_token_id = None  # nothing ends early
-
-    def run(setting):
-        start = clock(device)
-        out = models[setting].generate(
-            **inputs, num_return_sequences=w.group, max_new_tokens=w.new, do_sample=True, top_k=0, pad_token_id=0,
-            cache_implementation=settings[setting][1],
+    for who, options in (("default", {}), ("float32", FUSED), ("bfloat16", BF16)):
+        model = models[f"transformers, {who}"] = GPT2LMHeadModel.from_pretrained(folder, **options).eval().to(device)
+        model.generation_config.update(
+            eos_token_id=None, num_return_sequences=w.group, max_new_tokens=w.new, do_sample=True, top_k=0,
+            pad_token_id=0, cache_implementation=cache if options else "dynamic",
         )  # fmt: skip
-        assert out.shape == (len(asked) * w.group, inputs["input_ids"].shape[1] + w.new)
-        return {"rollout": clock(device) - start}
-
     rounds = []
-    for i in range(runs + 1):  # the first one does not count
-        rounds.append(turn(i))
-        for setting in models:
-            rounds[-1][f"transformers, {setting}"] = timed(f"transformers, {setting}", run, setting)
-    return rounds[1:]
+    for _ in range(runs + 1):
+        rounds.append(turn())
+        for who, model in models.items():
+            with timed(who, rounds[-1], device):
+                out = model.generate(**inputs)
+            assert out.shape == (len(asked) * w.group, inputs["input_ids"].shape[1] + w.new)
+    return rounds
 
 
-def trl_rounds(w, asked, folder, device, runs, turn, setting, init, options):
+def trl_rounds(w, asked, folder, device, runs, turn, who):
     """Rounds with TRL's GRPOTrainer in one of its settings, which makes the steps in its own loop."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    who, rounds, by_prompt = f"TRL, {setting}", [], {question.prompt: question for question in asked}
+    rounds, by_prompt, running = [], {question.prompt: question for question in asked}, contextlib.ExitStack()
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args, model, **kwargs):
             model.generation_config.eos_token_id = None  # the trainer has just taken it from the tokenizer
 
         def on_step_begin(self, *args, **kwargs):
-            rounds.append(turn(len(rounds)))
-            print(f"  {who:46}", end="", flush=True)
-            rounds[-1][who] = clock(device)
+            rounds.append(turn())
+            running.enter_context(timed(who, rounds[-1], device))
 
         def on_step_end(self, *args, **kwargs):
-            rounds[-1][who] = clock(device) - rounds[-1][who]
-            print(f"{rounds[-1][who]:8.3f} s", flush=True)
+            running.close()
 
     def reward(prompts, completions, completion_ids, **kwargs):
         assert all(len(ids) == w.new for ids in completion_ids)
@@ -250,6 +224,7 @@ def trl_rounds(w, asked, folder, device, runs, turn, setting, init, options):
             rewards.grade(by_prompt[prompt], text, True)
         return torch.rand(len(prompts)).tolist()  # as in prepare()
 
+    init, options = TRL[who]
     config = GRPOConfig(
         output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(init),
         per_device_train_batch_size=w.prompts * w.group // options.get("gradient_accumulation_steps", 1),
@@ -265,49 +240,43 @@ def trl_rounds(w, asked, folder, device, runs, turn, setting, init, options):
     trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
     trainer.eos_token_ids = [-1]
     trainer.train()
-    return rounds[1:]  # the first step does not count
+    return rounds
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measurements
+# ---- Measurements ------------------------------------------------------------------------------------------
 
 
-def timed(who, function, *args):
-    """The seconds of all the parts that a run tells; its name is printed when it begins."""
-    print(f"  {who:46}", end="", flush=True)
-    parts = function(*args)
-    detail = ", ".join(f"{part} {seconds:.3f}" for part, seconds in parts.items()) if len(parts) > 1 else ""
-    print(f"{sum(parts.values()):8.3f} s  {detail}".rstrip(), flush=True)
-    return sum(parts.values())
-
-
-def measure(w, device, dtype, runs, only, others):
-    """(figures of a workload, the function that runs it)"""
-    asked, (model, run) = questions()[: w.prompts], prepare(w, device, dtype)
+def measure(w, device, dtype, runs, only):
+    """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
+    asked = questions(w.prompts)
+    model, run = prepare(w, asked, device, dtype)
     lengths, parameters = [len(question.prompt) for question in asked], sum(p.numel() for p in model.parameters())
+    peer = "transformers" if w.kl is None else "trl"
 
-    def turn(i):
+    def turn():
         """{who: seconds} of a round, without transformers and TRL."""
-        seconds = {"nanorook": timed("nanorook", run, asked, i)}
-        if not only:
-            seconds["limit"] = timed("the machine's limit", limit, w, lengths, parameters, dtype, device)
-        return seconds
+        seconds = {}
+        with timed("nanorook", seconds, device):
+            run()
+        return seconds if only else seconds | {"limit": sum(limit(w, lengths, parameters, dtype, device).values())}
 
-    turn(0)  # a first round does not count
-    memory = hardware.peak_memory(device)
+    turn()
+    memory = peak_memory(device)
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
-        if not others:
-            rounds = [turn(i) for i in range(1, runs + 1)]
+        if only or not importlib.util.find_spec(peer):
+            print("" if only else f"  {peer} is not installed, so nothing is compared")
+            found = [[{}, *(turn() for _ in range(runs))]]
         elif w.kl is None:
-            rounds = transformers_rounds(w, asked, folder, device, runs, turn)
+            found = [transformers_rounds(w, asked, folder, device, runs, turn)]
         else:
-            rounds = [r for setting in TRL for r in trl_rounds(w, asked, folder, device, runs, turn, *setting)]
-    return {**w._asdict(), "config": vars(w.config), "peak_memory_gb": memory, **summary(rounds, w)}, run
+            found = [trl_rounds(w, asked, folder, device, runs, turn, who) for who in TRL]
+    rounds = [seconds for some in found for seconds in some[1:]]  # the first of each does not count
+    return {**w._asdict(), "peak_memory_gb": memory, **summary(rounds, w)}
 
 
 def summary(rounds, w):
-    """The median of nanorook's seconds, and how many times as long the others take: medians of the rounds' ratios."""
+    """Medians of the seconds, and of the rounds' ratios."""
     seconds, ratios = median(s["nanorook"] for s in rounds), {}
     tokens = w.prompts * w.group * w.new / seconds  # a second
     print(f"  median {seconds:.3f} s, {tokens:,.0f} tokens/s")
@@ -317,38 +286,31 @@ def summary(rounds, w):
     return {"seconds": seconds, "tokens_per_second": tokens, "ratios": ratios, "rounds": rounds}
 
 
-def save(file, result):
-    if file:
-        Path(file).write_text(json.dumps(result, indent=2) + "\n")
-
-
 def main():
-    device = hardware.choose()
+    # Before transformers is imported: the screen shows what is measured alone
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    warnings.simplefilter("ignore")
+    hardware.flush_denormals()
+    device = hardware.choose_device()
     all_workloads = workloads(device)
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
-    p.add_argument("--runs", type=int, default=3, help="rounds, of which a number is the median")
+    p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
     p.add_argument("--only", choices=["nanorook"], help="leave out the limit and the others")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
-    p.add_argument("--watch", type=int, default=0, metavar="N", help="then N steps: do graphs or memory grow?")
     p.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     a = p.parse_args()
-    if a.runs < 1:
-        refuse(f"--runs {a.runs} measures nothing; give at least 1.")
     check_output(p, a.json)
     dtype = hardware.fastest_dtype(device) if a.dtype == "auto" else getattr(torch, a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
     print(f"{machine['machine']}, {result['threads']} threads, {machine['dtype']}", flush=True)
-    others = not a.only and installed()
     for title in a.what or (["W2", "W4"] if device.type == "cuda" else ["W1", "W3"]):
         w = all_workloads[title]
         print(f"\n{title} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {a.runs} rounds", flush=True)
-        result["workloads"][title], run = measure(w, device, dtype, a.runs, a.only, others)
-        save(a.json, result)  # after each, as it may be stopped
-        if a.watch:
-            result["workloads"][title]["watch"] = watch(run, w, device, a.watch)
-            save(a.json, result)
+        result["workloads"][title] = measure(w, device, dtype, a.runs, a.only)
+        if a.json:  # after each, as it may be stopped
+            Path(a.json).write_text(json.dumps(result, indent=2, default=vars) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ python -m tools.games MODEL                          against itself, until its f
 python -m tools.games MODEL --opponent loop          the same, but its environment task writes each next position
 python -m tools.games MODEL --opponent stockfish     an illegal move loses
 
-Games start from held-out positions that come early in a game, and all of them advance together, one half-move at a
-time. The model plays the move after `B:`. Every figure has a 95 % interval.
+Games start from held-out positions that come early in a game, or all from the starting position, and advance together,
+one half-move at a time. The model plays the move after `B:`. Every figure has a 95 % interval.
 """
 
 import argparse
@@ -20,60 +20,50 @@ from tqdm import tqdm
 import rewards
 from model import GPT
 from nanorook import hardware, monitor, stockfish
-from nanorook.settings import refuse
-from rollout import generate
+from nanorook.positions import Position, distinct, drawn
+from nanorook.settings import number, refuse
+from nanorook.task import graded
+from rollout import sample
 
+START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
 ILLEGAL, UNTRUE, NORMAL = "illegal move", "untrue answer", "normal"  # how a game ends
 
 
-def sample(model, questions, temperature, rows=128, seed=0):
-    """[(text, hit_limit), ...]: one answer to each of some questions of one kind, `rows` of them sampled at once."""
-    if not questions:
-        return []
-    kind, room = questions[0].kind, model.config.n_positions
-    prompts = [model.tokenizer.encode(question.prompt) for question in questions]
-    limit = min(rewards.LIMITS[kind], room - max(map(len, prompts)))
-    if limit < 1:
-        refuse(f"the model's {room} positions leave no room after its longest prompt.")
-    noise = torch.rand(len(questions), limit, generator=torch.Generator().manual_seed(seed))
-    answers = []
-    for i in progress(range(0, len(questions), rows), f"{kind}, temperature {temperature:g}"):
-        uniform = noise[i : i + rows].to(model.wte.weight.device)
-        batch = generate(model, prompts[i : i + rows], 1, limit, temperature, noise=uniform)
-        texts = [model.tokenizer.decode(ids) for ids in batch.tokens.tolist()]
-        answers += zip(texts, batch.hit_limit.tolist())
-    return answers
+def answers(model, questions, temperature, group_size=1, seed=0, rows=128):
+    """[Answer, ...]: `group_size` to each of some questions of one kind, `rows` of them sampled at once."""
+    generator, limit = torch.Generator().manual_seed(seed), max(rewards.LIMITS.values())
+    noise = torch.rand(len(questions), group_size, limit, generator=generator)
+    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, rows=rows)
+    parts = progress(parts, f"answers, temperature {temperature:g}")
+    return [answer for _, part in parts for answer in part]
 
 
 def progress(items, title):
     return tqdm(items, title, leave=False, disable=None)
 
 
-def best_moves(model, fens, temperature, seed=0):
-    """The move after `B:` in each position, or None."""
+def best_moves(model, fens, temperature, group_size=1, seed=0):
+    """The move after `B:` of each answer to each position, or None."""
     text_format = rewards.chess_format(model.config)
     questions = [rewards.Question("policy", rewards.policy_prompt(fen, text_format), ()) for fen in fens]
-    answers = [rewards.parse_policy(text)[1] for text, _ in sample(model, questions, temperature, seed=seed)]
-    return [answer and answer[2][0] for answer in answers]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Games
+    found = [rewards.parse_policy(a.text)[1] for a in answers(model, questions, temperature, group_size, seed)]
+    return [answer and answer[2][0] for answer in found]
 
 
 def openings(positions, count):
-    """The earliest of the positions in which a game can go on."""
-    unfinished = [position for position in positions if not is_over(chess.Board(position.fen))]
-    return sorted(unfinished, key=lambda position: int(position.fen.split(" ")[-1]))[:count]
+    """The earliest of the boards in which a game can go on."""
+    early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
+    early = map(drawn, distinct(position._replace(asked=None) for position in early))
+    return list(itertools.islice((position for position in early if not is_over(chess.Board(position.fen))), count))
 
 
 def is_over(board):
     return board.is_game_over() or board.is_repetition(3) or len(board.move_stack) >= LONGEST_GAME
 
 
-def is_legal(board, uci):
-    return uci in {move.uci() for move in board.legal_moves}
+def has_white(i):
+    return i % 2 == 0
 
 
 def play(model, starts, temperature, loop=False, opponent=None):
@@ -81,14 +71,13 @@ def play(model, starts, temperature, loop=False, opponent=None):
     boards, ends, seeds = [chess.Board(start.fen) for start in starts], {}, itertools.count()
     while alive := [i for i in range(len(boards)) if i not in ends]:
         turn = [i for i in alive if opponent is None or boards[i].turn == has_white(i)]
-        chosen = best_moves(model, [boards[i].fen() for i in turn], temperature, next(seeds))
-        moves = {i: move for i, move in zip(turn, chosen) if is_legal(boards[i], move)}
+        chosen = best_moves(model, [boards[i].fen() for i in turn], temperature, seed=next(seeds))
+        moves = {i: uci for i, uci in zip(turn, chosen) if uci in {move.uci() for move in boards[i].legal_moves}}
         ends |= {i: ILLEGAL for i in turn if i not in moves}
         if loop:
             questions = [environment_question(model, starts[i], boards[i], move) for i, move in moves.items()]
-            answers = sample(model, questions, temperature, seed=next(seeds))
-            grades = [rewards.grade(question, text) for question, (text, _) in zip(questions, answers)]
-            ends |= {i: UNTRUE for i, grade in zip(moves, grades) if min(grade.metrics.values()) < 1}
+            said = graded(rewards, answers(model, questions, temperature, seed=next(seeds)))
+            ends |= {i: UNTRUE for i, answer in zip(moves, said) if min(answer.grade.metrics.values()) < 1}
         for i in alive:
             if i not in ends:
                 boards[i].push_uci(moves[i] if i in moves else opponent(boards[i]))
@@ -96,15 +85,11 @@ def play(model, starts, temperature, loop=False, opponent=None):
     return boards, [ends[i] for i in range(len(boards))]
 
 
-def has_white(i):
-    return i % 2 == 0
-
-
 def environment_question(model, start, board, uci):
     """Asked with the board as python-chess sees it: until the first untrue answer the model has written the same."""
-    fen, moves, text_format = board.fen(), [move.uci() for move in board.move_stack], rewards.chess_format(model.config)
-    prompt = rewards.environment_prompt(fen, uci, [*start.history, *moves, uci][-10:], text_format)
-    return rewards.Question("environment", prompt, rewards.transition(fen, uci))
+    history = [*start.history, *(move.uci() for move in board.move_stack), uci][-10:]
+    prompt = rewards.environment_prompt(board.fen(), uci, history, rewards.chess_format(model.config))
+    return rewards.Question("environment", prompt, rewards.transition(board.fen(), uci))
 
 
 def start_stockfish(skill, nodes):
@@ -115,16 +100,9 @@ def start_stockfish(skill, nodes):
 
     def opponent(board):
         engine.send(f"position fen {board.fen()}")
-        move = engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()[1]
-        if not is_legal(board, move):
-            raise stockfish.EngineError(f"played {move} in {board.fen()}, which is illegal")
-        return move
+        return engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()[1]
 
     return opponent, f"{engine.name}, skill {skill}, {nodes} nodes"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures
 
 
 def result(board, end):
@@ -142,18 +120,12 @@ def count(opponent, boards, ends):
         moves = [(bad, bad + good) for (bad, _), (good, _) in zip(illegal, lengths)]
         return {"half-moves before an illegal one": lengths, "illegal moves": moves}
     if opponent == "loop":
-        ends = {"ended by an illegal move": illegal, "ended by an untrue answer": untrue}
-        return {"half-moves before a deviation": lengths} | ends
-    worth = {"1-0": (0, 1), "0-1": (1, 0), "1/2-1/2": (0.5, 0.5)}  # for Black, for White
-    points = [worth[result(board, end)][has_white(i)] for i, (board, end) in enumerate(zip(boards, ends))]
-    lost = [(p == 0, 1) for p in points]
-    return {"score": [(p, 1) for p in points], "lost": lost, "lost by an illegal move": illegal, "half-moves": lengths}
-
-
-def write_pgn(board, end, white, black):
-    game = chess.pgn.Game.from_board(board)
-    game.headers.update(White=white, Black=black, Result=result(board, end), Termination=end)
-    return f"{game}\n\n"
+        ended = {"ended by an illegal move": illegal, "ended by an untrue answer": untrue}
+        return {"half-moves before a deviation": lengths} | ended
+    white = {"1-0": 1, "0-1": 0, "1/2-1/2": 0.5}
+    points = [abs((not has_white(i)) - white[result(*game)]) for i, game in enumerate(zip(boards, ends))]
+    score, lost = [(p, 1) for p in points], [(p == 0, 1) for p in points]
+    return {"score": score, "lost": lost, "lost by an illegal move": illegal, "half-moves": lengths}
 
 
 def check_output(parser, file):
@@ -162,46 +134,42 @@ def check_output(parser, file):
         parser.error(f"{file} cannot be written: it is a folder, or in one that does not exist.")
 
 
-def arguments():
+def main():
     p = argparse.ArgumentParser("python -m tools.games", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", help="a model folder or hub id")
     p.add_argument("--opponent", choices=["self", "loop", "stockfish"], default="self", help="loop: its environment")
-    p.add_argument("--games", type=int, default=100, help="how many, each from a position of its own")
-    p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="0 is greedy")
-    p.add_argument("--skill", type=int, default=0, help="Stockfish's Skill Level, 0 to 20")
-    p.add_argument("--nodes", type=int, default=1000, help="that Stockfish searches for a move")
+    p.add_argument("--games", type=number(int, 1), default=100, help="how many")
+    p.add_argument("--start", choices=["held-out", "initial"], default="held-out", help="initial: as chess begins")
+    p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
+    p.add_argument("--skill", type=number(int, 0, 20), default=0, help="Stockfish's Skill Level, 0 to 20")
+    p.add_argument("--nodes", type=number(int, 1), default=1000, help="that Stockfish searches for a move")
     p.add_argument("--data", default="builtin", help="positions, of which the held-out are used")
     p.add_argument("--pgn", metavar="OUT", help="also write the games to this file")
     a = p.parse_args()
-    if min(a.games, a.nodes) < 1 or min(a.temperature) < 0 or not 0 <= a.skill <= 20:
-        p.error("--games and --nodes have to be at least 1, --temperature at least 0, --skill 0 to 20.")
     check_output(p, a.pgn)
-    return a
-
-
-def main():
-    a = arguments()
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
-    device = hardware.choose()
+    hardware.flush_denormals()
+    device = hardware.choose_device()
     model = GPT.load(a.model).to(device).cast(hardware.fastest_dtype(device))
-    starts = openings(rewards.load(a.data, model.config)[1], a.games)
-    if not starts:
+    held = a.start == "held-out" and openings(rewards.load(a.data, model.config)[1], a.games)
+    if held == []:
         refuse(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     figures, pgn = {}, ""
-    for temperature in dict.fromkeys(a.temperature):
-        boards, ends = play(model, starts, temperature, a.opponent == "loop", opponent)
+    for t in dict.fromkeys(a.temperature):
+        starts = held or [START] * (a.games if t or opponent else 1)  # all would be the same game
+        boards, ends = play(model, starts, t, a.opponent == "loop", opponent)
         rows = count(a.opponent, boards, ends)
-        figures[f"T={temperature:g}"] = {row: monitor.interval(*zip(*column)) for row, column in rows.items()}
+        figures[f"T={t:g}, n={len(boards)}"] = {row: monitor.interval(*zip(*column)) for row, column in rows.items()}
         for i, (board, end) in enumerate(zip(boards, ends)):
-            pgn += write_pgn(board, end, *((a.model, name) if has_white(i) else (name, a.model)))
-    print(f"{len(starts)} games of {a.model} against {name}\n\n{monitor.table(figures)}")
+            white, black = (a.model, name) if has_white(i) else (name, a.model)
+            game = chess.pgn.Game.from_board(board)
+            game.headers.update(White=white, Black=black, Result=result(board, end), Termination=end)
+            pgn += f"{game}\n\n"
+    print(f"Games of {a.model} against {name}\n\n{monitor.table(figures)}")
     if a.pgn:
         Path(a.pgn).write_text(pgn)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except stockfish.EngineError as error:
-        refuse(f"Stockfish {error}.")
+    stockfish.run(main)

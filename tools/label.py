@@ -8,6 +8,7 @@ its last unit.
 
 import argparse
 import collections
+import functools
 import gzip
 import itertools
 import json
@@ -18,17 +19,17 @@ import random
 import signal
 import sys
 import threading
-import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import chess
 from tqdm import tqdm
 
 from nanorook import positions
-from nanorook.settings import refuse
-from nanorook.stockfish import CANDIDATES, MATE, NODES, Engine, EngineError, require
+from nanorook.settings import number, refuse
+from nanorook.stockfish import NODES, Engine, EngineError, require
 
 CHUNK = 16  # positions of the input in a unit
 
@@ -39,10 +40,6 @@ OPENING = 20  # half-moves at most; short openings are more frequent: after a lo
 TEMPERATURES = 10, 20, 40, 80, 160  # centipawns
 RANDOM_MOVES = 0, 0.02, 0.1
 KEPT = 1 / 8
-
-
-# -----------------------------------------------------------------------------
-# Units of work
 
 
 def play(engine, rng):
@@ -73,107 +70,45 @@ def label(engine, unlabelled, nodes):
     return labelled
 
 
-ENGINES = {}  # path -> Engine, of this worker process
+def start_worker(*_):
+    """The main process decides when to stop; a worker ends with it, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
-def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too: they end without a traceback
-    # A parent that was killed cannot stop its workers, so each waits for the parent's end in a thread.
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+engine = functools.cache(Engine)  # of this worker process
 
 
 def work(path, unit, nodes):
-    """Labels one unit: positions, or a game's seed. If the engine fails, the unit is tried once more."""
+    """The lines of one unit: positions, or a game's seed. If the engine fails, the unit is tried once more."""
     for last_try in False, True:
         try:
-            if path not in ENGINES:
-                ENGINES[path] = Engine(path)
-            if isinstance(unit, list):
-                return label(ENGINES[path], unit, nodes)
-            rng = random.Random(unit)
-            kept = [position for position in play(ENGINES[path], rng) if rng.random() < KEPT]
-            return label(ENGINES[path], kept, nodes)
+            if isinstance(unit, str):
+                rng = random.Random(unit)
+                unit = [position for position in play(engine(path), rng) if rng.random() < KEPT]
+            return [positions.write_position(position) for position in label(engine(path), unit, nodes)]
         except EngineError as error:
-            if path in ENGINES:
-                ENGINES.pop(path).close()
             if last_try:
                 raise EngineError(f"{error}, and again after a restart") from None
-
-
-# -----------------------------------------------------------------------------
-# The partial file: a line of settings, then for each unit its positions and a line that ends it
+            engine.cache_clear()
 
 
 def resume(partial, header):
-    """(lines, number of units) of an earlier run. A unit that was not written to its end is cut off."""
+    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
+    line that was not written to its end is cut off."""
     with open(partial, "a+b") as file:
         file.seek(0)
         text = file.read()
         if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
             file.truncate(0)
             file.write(header)
-            return [], 0
+            return []
         if not text.startswith(header):
             refuse(f"{partial} was started with other settings or input: use those, or delete it to start again.")
-        lines, unit, units, end = [], [], 0, len(header)
-        for line in text[end:].splitlines(keepends=True):
-            unit.append(line)
-            if line == b"# unit %d\n" % units:
-                lines += unit[:-1]
-                end += sum(map(len, unit))
-                unit = []
-                units += 1
+        end = text.rindex(b"\n") + 1
         file.truncate(end)
-    print(f"Continuing {partial}: {len(lines)} positions are done.")
-    return [line.decode() for line in lines], units
-
-
-def write_result(out, lines):
-    """The file appears whole or not at all; its bytes depend on the lines alone (gzip's time is 0)."""
-    text = "".join(lines).encode()
-    with open(f"{out}.tmp", "wb") as file:
-        if out.endswith(".gz"):
-            with gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:
-                zipped.write(text)
-        else:
-            file.write(text)
-    os.replace(f"{out}.tmp", out)
-
-
-def describe(name):
-    """Prints what a file of labelled positions consists of."""
-    counts, labelled = collections.Counter(), [position for position in positions.load(name) if position.moves]
-    for position in labelled:
-        board = chess.Board(position.fen)
-        uci, score = position.moves[0]
-        best = chess.Move.from_uci(uci)
-        pieces = (board.occupied & ~board.pawns & ~board.kings).bit_count()
-        counts.update({
-            "held out": positions.held_out(position.fen),
-            "White to move": board.turn,
-            "Black to move": not board.turn,
-            "many pieces (more than 10 besides kings and pawns)": pieces > 10,
-            "fewer (7 to 10)": 7 <= pieces <= 10,
-            "few (at most 6)": pieces <= 6,
-            "in check": board.is_check(),
-            "fewer than five legal moves": len(position.moves) < CANDIDATES,
-            "about equal (within a pawn)": abs(score) <= 100,
-            "mate in one": score == MATE - 1,
-            "mate in two to five": MATE - 5 <= score < MATE - 1,
-            "mated in five or sooner": score <= 5 - MATE,
-            "best move: capture": board.is_capture(best),
-            "best move: check": board.gives_check(best),
-            "best move: castling": board.is_castling(best),
-            "best move: promotion": best.promotion is not None,
-            "best move: en passant": board.is_en_passant(best),
-            "a legal move castles": any(map(board.is_castling, board.legal_moves)),
-            "a legal move promotes": any(move.promotion for move in board.legal_moves),
-            "a legal move takes en passant": board.has_legal_en_passant(),
-        })  # fmt: skip
-    print(f"| {name} | {len(labelled)} | |\n| --- | ---: | ---: |")
-    for what, count in counts.items():
-        print(f"| {what} | {count:d} | {100 * count / len(labelled):.1f} % |")
+    return [line.split("\t") if line else [] for line in text[len(header) : end].decode().splitlines()]
 
 
 def run(args):
@@ -192,62 +127,59 @@ def run(args):
         wanted = args.positions or 22000
         every_unit = (f"{args.seed}/{number}" for number in itertools.count())
 
-    lines, done = resume(partial, (json.dumps(settings) + "\n").encode())
+    done = resume(partial, (json.dumps(settings) + "\n").encode())
+    lines = [line for unit in done for line in unit]
+    if done:
+        print(f"Continuing {partial}: {len(lines)} positions are done.")
     boards = {positions.board_key(line.split(";")[0]) for line in lines}
-    units, ahead = itertools.islice(every_unit, done, None), collections.deque()
+    units, ahead = itertools.islice(every_unit, len(done), None), collections.deque()
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
     bar = tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05)
     try:
-        with open(partial, "ab") as file:
+        with open(partial, "a") as file, bar:
             while len(lines) < wanted:
                 for unit in itertools.islice(units, 4 * args.workers - len(ahead)):
                     ahead.append(pool.submit(work, path, unit, args.nodes))
                 if not ahead:
                     break
                 new = []
-                for position in ahead.popleft().result():  # in the order of the units, whichever ends first
-                    key = positions.board_key(position.fen)
+                for line in ahead.popleft().result():  # in the order of the units, whichever ends first
+                    key = positions.board_key(line.split(";")[0])
                     if key not in boards and len(lines) + len(new) < wanted:
                         boards.add(key)
-                        new.append(positions.write_position(position) + "\n")
-                file.write("".join([*new, f"# unit {done}\n"]).encode())
-                file.flush()
-                done += 1
+                        new.append(line)
+                print(*new, sep="\t", file=file, flush=True)
                 lines += new
                 bar.update(len(new))
+            bar.total = len(lines)  # fewer than wanted where some were left out
     finally:
-        bar.close()
-        pool.shutdown(cancel_futures=True)
-    write_result(out, lines)
+        pool.shutdown(wait=False, cancel_futures=True)
+    text = "".join(f"{line}\n" for line in lines).encode()
+    Path(f"{out}.tmp").write_bytes(gzip.compress(text, mtime=0) if out.endswith(".gz") else text)
+    os.replace(f"{out}.tmp", out)  # the file appears whole or not at all
     os.remove(partial)
     left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" if len(lines) < wanted else ""
     print(f"{out}: {len(lines)} positions{left_out}, {os.path.getsize(out) / 1e6:.2f} MB.")
 
 
 def main():
-    def number(text):
-        if int(text) < 1:
-            raise ValueError
-        return int(text)
-
     parser = argparse.ArgumentParser(prog="python -m tools.label", description="Label positions with Stockfish.")
     parser.add_argument("out", metavar="OUT", help="the file to make; gzipped if its name ends in .gz")
     parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
-    parser.add_argument("--positions", type=number, help="how many (default: 22000 from self-play, all from files)")
-    parser.add_argument("--nodes", type=number, default=NODES, help=f"of a search (default: {NODES})")
+    many, cores = number(int, 1), os.cpu_count()
+    parser.add_argument("--positions", type=many, help="how many (default: 22000 from self-play, all from files)")
+    parser.add_argument("--nodes", type=many, default=NODES, help=f"of a search (default: {NODES})")
     parser.add_argument("--seed", type=int, default=0, help="of self-play (default: 0)")
-    parser.add_argument("--workers", type=number, default=os.cpu_count(), help="processes (default: one for each core)")
-    parser.add_argument("--describe", action="store_true", help="only print what the finished OUT consists of")
+    parser.add_argument("--workers", type=many, default=cores, help="processes (default: one for each core)")
     args = parser.parse_args()
     again = f"the same command continues from {args.out}.partial"
     try:
-        try:
-            describe(args.out) if args.describe else run(args)
-        except BrokenProcessPool:
-            time.sleep(0.1)  # Ctrl-C ends the workers too, perhaps before KeyboardInterrupt is raised here
-            refuse(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
+        run(args)
     except KeyboardInterrupt:
-        sys.exit(f"Stopped; {again}.")
+        print(f"\nStopped; {again}.", file=sys.stderr, flush=True)
+        os._exit(130)  # workers end with this process, and do not finish their units
+    except BrokenProcessPool:
+        refuse(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
     except EngineError as error:
         refuse(f"Stockfish ({require()}) {error}.")
     except OSError as error:

@@ -1,7 +1,7 @@
 """A run as one page that needs no network: python -m tools.report OUT_DIR [OTHER] writes OUT_DIR/report.html.
 
-It shows the states, skill, curves and samples of any task's run, even of one that was killed; with OTHER, two runs
-side by side. The page's frame is report.html. What a model wrote is escaped, and the page allows no script at all.
+It shows the states, skill, curves and samples of any task's run, even of one that was killed; with OTHER, two runs side
+by side, in OUT_DIR/report-beside-OTHER.html. What a model wrote is escaped, and the page allows no script at all.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-import chess
 import chess.svg
 
 from nanorook.positions import contract_board
 from nanorook.settings import refuse
+from nanorook.task import as_sum
 
 
 class Run(NamedTuple):
@@ -30,106 +30,79 @@ class Run(NamedTuple):
     settings: dict
     about: dict  # run.json
     skill: dict
-    notes: list  # what could not be read
 
 
-def read(path, notes):
-    """The objects in a file, one in each line of a .jsonl; what is missing or cut off is noted."""
-    if not path.is_file():
-        notes.append(f"{path.name} is missing, as after a run that was stopped early.")
-        return []
-    text, found = path.read_text(errors="replace"), []
+def read(path):
+    """The objects in a file, one in each line of a .jsonl, without those that a killed run has cut off."""
+    text, found = path.read_text(errors="replace") if path.is_file() else "", []
     for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
         try:
             found.append(dict(json.loads(part)))
         except (ValueError, TypeError, RecursionError):
-            notes.append(f"{path.name} has a part that cannot be read and is left out: {part[:40]!r}")
+            continue
     return found
 
 
 def read_run(folder, label):
-    folder, notes = Path(folder), []
-    rows = [row for row in read(folder / "metrics.jsonl", notes) if "step" in row]
+    folder = Path(folder)
+    rows = [row for row in read(folder / "metrics.jsonl") if "step" in row]
     if not rows:
         refuse(f"{folder}/metrics.jsonl holds no step; give the OUT_DIR of a run that has made one.")
     for row in rows:
         row |= {f"{name} seconds": value for name, value in row.pop("seconds", {}).items()}
-    files = [(read(folder / f"{name}.json", notes) or [{}])[0] for name in ("settings", "run", "skill")]
-    return Run(label, str(folder), rows, read(folder / "samples.jsonl", notes), *files, notes)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was run and how it went
+    files = [(read(folder / f"{name}.json") or [{}])[0] for name in ("settings", "run", "skill")]
+    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), *files)
 
 
 def head(run):
     tokens = sum(row.get("tokens", 0) for row in run.rows)
     minutes = sum(value for row in run.rows for name, value in row.items() if name.endswith(" seconds")) / 60
-    facts = [f"{run.label}is {run.name}"] if run.label else []
-    facts += [f"{run.rows[-1]['step']} steps", f"{tokens:,} completion tokens", f"{minutes:.1f} min of steps"]
-    facts += [str(value) for name, value in run.about.items() if name not in ("command", "versions")]
-    facts += [f"{name} {version}" for name, version in run.about.get("versions", {}).items()]
-    notes = "".join(f'<p class="note">{escape(run.label + note)}</p>' for note in run.notes)
-    command = escape(str(run.about.get("command", "")))
-    return f'<p class="soft">{escape(" · ".join(facts))}<br><code>{command}</code></p>{notes}'
+    facts = [f"{run.label}{run.name}", f"{run.rows[-1]['step']} steps", f"{tokens:,} completion tokens"]
+    about = {name: value for name, value in run.about.items() if name != "versions"} | run.about.get("versions", {})
+    facts += [f"{minutes:.1f} min of steps", *(f"{name} {value}" for name, value in about.items())]
+    return f'<p class="soft">{escape(" · ".join(facts))}</p>'
 
 
 def states(run):
     """A strip with the state of each step, and each advice with the steps that gave it."""
-    strip, advice = "", {}
-    for state, group in groupby(run.rows, lambda row: row.get("state", "green")):
-        group = list(group)
+    strip, items, advice = "", "", {}
+    for state, (*group,) in groupby(run.rows, lambda row: row.get("state", "green")):
         strip += f'<i class="{escape(state)}" style="flex:{len(group)}"></i>'
         for row in group:
             advice.setdefault((state, row.get("advice", "")), []).append(row["step"])
-    items = ""
     for (state, text), steps in advice.items():
         when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
         items += f'<li><i class="{escape(state)}"></i>{escape(text or state)} <span class="soft">{when}</span></li>'
     return f'{run.label}<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
 
 
-def skill_tables(runs):
-    """A table for each kind of question and temperature, a column for each evaluation. A mean is marked where it is
-    further from its run's first one than both intervals allow for."""
-    columns = [(run, title) for run in runs for title in run.skill]
-    head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)
-    tables, page = {}, ""
+def skill_table(runs):
+    """A mean is marked where it is further from the first than both intervals allow."""
+    columns, body = [(run, title) for run in runs for title in run.skill], ""
     for name in dict.fromkeys(name for run, title in columns for name in run.skill[title]):
-        kind, *words, temperature = name.split(" ")
-        tables.setdefault((kind, temperature), []).append((" ".join(words), name))
-    for (kind, temperature), metrics in sorted(tables.items()):
-        body = ""
-        for metric, name in metrics:
-            body += f"<tr><th>{escape(metric)}</th>"
-            for run, title in columns:
-                mean, half = run.skill[title].get(name, (math.nan, 0))
-                first, first_half = next(iter(run.skill.values())).get(name, (mean, 0))
-                real = abs(mean - first) > math.hypot(half, first_half)
-                css, mark = ("", "") if not real else ("up", "▲ ") if mean > first else ("down", "▼ ")
-                figure = f"{mark}{mean:.3f} ± {half:.3f}" if math.isfinite(mean) else "–"
-                body += f'<td class="{css}">{figure}</td>'
-            body += "</tr>"
-        title = escape(f"{kind}, {'greedy' if temperature == 'T=0' else temperature}")
-        page += f"<table><thead><tr><th>{title}</th>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return page
+        body += f"<tr><th>{escape(name)}</th>"
+        for run, title in columns:
+            mean, half = run.skill[title].get(name, (math.nan, 0))
+            first, first_half = next(iter(run.skill.values())).get(name, (mean, 0))
+            real = abs(mean - first) > math.hypot(half, first_half)
+            css, mark = ("", "") if not real else ("up", "▲ ") if mean > first else ("down", "▼ ")
+            figure = f"{mark}{mean:.3f} ± {half:.3f}" if math.isfinite(mean) else "–"
+            body += f'<td class="{css}">{figure}</td>'
+        body += "</tr>"
+    head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)
+    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def settings(runs):
     """All settings; those that differ between two runs are marked."""
     page = ""
     for name in dict.fromkeys(name for run in runs for name in run.settings):
-        values = list(dict.fromkeys(str(run.settings.get(name, "–")) for run in runs))
+        values = dict.fromkeys(str(run.settings.get(name, "–")) for run in runs)
         page += f'<div class="values{len(values)}"><dt>{escape(name)}</dt><dd>{escape(" | ".join(values))}</dd></div>'
     return page
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves as SVG
-
-POINTS = 100  # of a curve: longer runs are averaged over neighbouring steps
 LEFT, RIGHT, TOP, BOTTOM = 42, 352, 8, 130  # of a plot in its own units, 360 wide
-
 PANELS = (  # title, what it shows, metrics
     ("KL to the reference", "nats a token", ["kl"]),
     ("Entropy", "nats a token", ["entropy"]),
@@ -141,7 +114,7 @@ PANELS = (  # title, what it shows, metrics
     ("Learning rate", "lowered when the run goes back to a good state", ["lr"]),
     ("Sampling against training", "mean difference of logprobs, nats", ["logprob_gap"]),
     ("Speed", "completion tokens a second", ["tokens_per_second"]),
-    ("Time of a step", "seconds", ["rollout seconds", "update seconds"]),
+    ("Time of a step", "seconds", ["sampling seconds", "grading seconds", "update seconds"]),
 )
 
 
@@ -162,29 +135,19 @@ def panels(rows):
 
 
 def points_of(rows, name):
-    """[(step, value), ...] where the rows have this metric. A mean with a value that is not finite is not, either."""
-    points = [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
-    n = math.ceil(len(points) / POINTS) or 1
-    chunks = [points[i : i + n] for i in range(0, len(points), n)]
-    return [(chunk[-1][0], sum(value for _, value in chunk) / len(chunk)) for chunk in chunks]
+    """[(step, value), ...] where the rows have this metric."""
+    return [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
 
 
 def smooth(points):
-    """Means over the neighbouring points, five at most on each side."""
-    n = min(5, len(points) // 10)
+    """Means over the neighbouring points, 20 at most on each side."""
+    n = min(20, len(points) // 20)
     windows = [[v for _, v in points[max(0, i - n) : i + n + 1] if math.isfinite(v)] for i in range(len(points))]
     return [(step, statistics.fmean(w) if w else math.nan) for (step, _), w in zip(points, windows)]
 
 
 def short(value):
     return f"{value:.3g}" if abs(value) < 1000 or not abs(value) < 1e6 else f"{value:,.0f}"
-
-
-def marks(low, high):
-    """Two to five round numbers between them."""
-    step = 10 ** math.floor(math.log10((high - low) / 2))
-    step *= max(m for m in (1, 2, 5) if 2 * m * step <= high - low)
-    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def plot(title, about, curves, first, last, limit=None):
@@ -208,17 +171,16 @@ def plot(title, about, curves, first, last, limit=None):
         return "".join("M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v in run) + "h0" for run in runs)
 
     svg, legend = "", ""
-    for mark in marks(low, high):
+    for mark in (low, (low + high) / 2, high):
         mark = 10**mark if log else mark
         svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
         svg += f'<text x="{LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{short(mark)}</text>'
     for name, css, points in curves:
-        line, name = smooth(points), escape(name)
         broken = "".join(f"M{x(step):.1f} {TOP}V{BOTTOM}" for step, value in points if not math.isfinite(value))
         svg += f'<path class="raw {css}" d="{path(points)}"/>' if len(curves) < 5 else ""
-        svg += f'<path class="line {css}" d="{path(line)}"><title>{name}</title></path>'
+        svg += f'<path class="line {css}" d="{path(smooth(points))}"><title>{escape(name)}</title></path>'
         svg += f'<path class="broken" d="{broken}"/>' if broken else ""
-        legend += f'<li><i class="{css}"></i>{name} <b>{short(line[0][1])} → {short(line[-1][1])}</b></li>'
+        legend += f'<li><i class="{css}"></i>{escape(name)} <b>{short(points[0][1])} → {short(points[-1][1])}</b></li>'
     svg += f'<path class="limit" d="M{LEFT} {y(limit):.1f}H{RIGHT}"/>' if limit else ""
     svg += f'<text x="{LEFT}" y="{BOTTOM + 16}">step {first}</text>'
     svg += f'<text x="{RIGHT}" y="{BOTTOM + 16}" text-anchor="end">{last}</text>'
@@ -231,19 +193,14 @@ def plot(title, about, curves, first, last, limit=None):
 def plots(runs):
     first, last, page = min(run.rows[0]["step"] for run in runs), max(run.rows[-1]["step"] for run in runs), ""
     for title, about, metrics in panels([row for run in runs for row in run.rows]):
-        curves = []
-        for i, name in enumerate(metrics):
-            label = name.split("/")[0 if title == "Reward" else -1]
-            for run in runs:
-                if points := points_of(run.rows, name):
-                    curves.append((run.label + label, f"c{i % 12}" + " dashed" * (run.label == "B "), points))
+        at = 0 if title == "Reward" else -1  # the part of a metric's name that is shown
+        curves = [
+            (run.label + name.split("/")[at], f"c{i % 12}" + " dashed" * (run.label == "B "), points)
+            for i, name in enumerate(metrics) for run in runs if (points := points_of(run.rows, name))
+        ]  # fmt: skip
         limit = runs[0].settings.get("MAX_GRAD_NORM") if metrics == ["grad_norm"] else None
         page += plot(title, about, curves, first, last, limit) if curves else ""
     return page
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Samples
 
 
 def cards(runs):
@@ -269,20 +226,15 @@ def cards(runs):
 def card(answers, most):
     sample, figures = next(iter(answers.values())), ""
     for title, one in answers.items():
-        sums = {}  # "candidates 3" is one of several pieces of that name
-        for name, value, *_ in one["pieces"]:
-            sums[name.split(" ")[0]] = sums.get(name.split(" ")[0], 0) + value
-        earned = " + ".join(f"{value:.3f} {name}" for name, value in sums.items() if value).replace("+ -", "- ")
         figures += f"<figure><figcaption>{escape(title)}</figcaption>{board(one)}<pre>{marked(one, most)}</pre>"
-        figures += f'<p class="soft"><b>{one["reward"]:.3f}</b> = {escape(earned or "0")}</p></figure>'
+        figures += f'<p class="soft"><b>{one["reward"]:.4g}</b> = {escape(as_sum(one["pieces"]) or "0")}</p></figure>'
     truth = escape(f"truth: {json.dumps(sample['truth'], ensure_ascii=False)}")
     prompt = escape(sample["prompt"].strip())
     return f'<article class="card"><pre>{prompt}</pre><p class="soft">{truth}</p><div>{figures}</div></article>'
 
 
 def judged(sample):
-    """{(start, end): {piece: value}}, what the pieces of a reward pay for each part of the answer: the first that each
-    piece judges, so that it is shown once."""
+    """{(start, end): {piece: value}}: what is paid for a part of the answer, by pieces that judge it first of all."""
     parts = {}
     for name, value, *places in sample["pieces"]:
         if places:
@@ -327,7 +279,7 @@ def board(sample):
             true = chess.BaseBoard(sample["truth"][0].split(" ")[0])
             wrong = {at: ILLEGAL + "99" for at in chess.SQUARES if shown.piece_at(at) != true.piece_at(at)}
         ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}
-    except (ValueError, TypeError, IndexError):  # another task, or an answer that holds no board
+    except (ValueError, TypeError, LookupError, AttributeError):  # another task, or an answer that holds no board
         return ""
     arrows = [chess.svg.Arrow(*ends[move], color=colours.get(move, ILLEGAL) + moves[move]) for move in moves]
     colors = {"square light": "#efe9dd", "square dark": "#bfb29c"}
@@ -336,25 +288,23 @@ def board(sample):
 
 
 def write(folder, other=None):
-    """Writes folder/report.html, of one run or of two side by side, and returns its path."""
-    runs = [read_run(folder, "")] if other is None else [read_run(folder, "A "), read_run(other, "B ")]
-    template = Template(Path(__file__).with_suffix(".html").read_text())
-    page = template.substitute(  # in one pass: what is put in is not looked at again
+    """Writes the page of one run, or of two side by side, into `folder`; returns its path."""
+    runs = [read_run(folder, "")] if not other else [read_run(folder, "A "), read_run(other, "B ")]
+    page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs)), settings=settings(runs),
-        open="open" if other else "", states="".join(map(states, runs)), skill=skill_tables(runs), plots=plots(runs),
+        open="open" if other else "", states="".join(map(states, runs)), skill=skill_table(runs), plots=plots(runs),
         samples=cards(runs),
     )  # fmt: skip
-    path = Path(folder, "report.html")
+    path = Path(folder, f"report-beside-{Path(other).resolve().name}.html" if other else "report.html")
     path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
     return path
 
 
 def main():
     p = argparse.ArgumentParser("python -m tools.report", description=__doc__)
-    p.add_argument("folder", help="the OUT_DIR of a run; report.html is written into it")
+    p.add_argument("folder", help="the OUT_DIR of a run; the page is written into it")
     p.add_argument("other", nargs="?", help="the OUT_DIR of another run, shown beside it")
-    a = p.parse_args()
-    print(write(a.folder, a.other))
+    print(write(**vars(p.parse_args())))
 
 
 if __name__ == "__main__":

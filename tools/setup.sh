@@ -9,11 +9,11 @@ if [ -z "${PYTHON:-}" ]; then
         fi
         echo "Installing $file into .venv, once: about 200 MB and one to five minutes (with CUDA's libraries 3 GB)." >&2
         if command -v uv >/dev/null; then
-            [ -x $PYTHON ] || uv venv --quiet --python ">=3.10" .venv
+            [ -x $PYTHON ] || uv venv --quiet --python ">=3.11" .venv
             uv pip install --python $PYTHON --requirement "$file"
         else
-            if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-                echo "error: Python 3.10 or later is needed as python3; install one, or name it with PYTHON=/path/to/python." >&2
+            if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+                echo "error: Python 3.11 or later is needed as python3; install one, or name it with PYTHON=/path/to/python." >&2
                 exit 1
             fi
             [ -x $PYTHON ] && $PYTHON -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv

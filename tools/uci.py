@@ -24,21 +24,21 @@ from model import GPT
 from nanorook import hardware
 from nanorook.settings import refuse
 from nanorook.stockfish import MATE
-from rewards import LIMITS, chess_format, parse_policy, policy_completion, policy_prompt, start_model
-from rollout import generate, pad_prompts
+from rewards import LIMITS, Question, chess_format, parse_policy, policy_prompt, start_model
+from rollout import pad_prompts, sample
+from tools.texts import policy_completion
 
 ROOT = Path(__file__).parent.parent  # a chess program starts this one in a folder of its own
-OPTIONS = {  # name: (type, default, lowest, highest)
-    "Temperature": ("string", 1.0, 0, 10),  # UCI has whole numbers only, so engines take others as text
-    "Samples": ("spin", 8, 0, 256),  # answers for a move; 0: the probability of the moves decides
-    "MultiPV": ("spin", 5, 1, 256),
-    "Seed": ("spin", 0, 0, 2**31 - 1),
+OPTIONS = {  # name: (default, lowest, highest)
+    "Temperature": (100, 0, 1000),  # in hundredths, as UCI has whole numbers only
+    "Samples": (8, 0, 256),  # answers for a move; 0: the probability of the moves decides
+    "Seed": (0, 0, 2**31 - 1),
 }
-COMMANDS = "uci debug isready setoption register ucinewgame position go stop ponderhit quit".split()
+COMMANDS = "uci debug isready setoption register ucinewgame position go stop quit".split()
+SHOWN = 5  # candidates in a report
 OVERHEAD = 0.05  # seconds of a move's time that are left for the way to the client
 COUNTER = 9999  # a FEN's counters end here, or a prompt could be of any length
 MATES = 1000  # an evaluation that is so near to MATE is a mate, any other is centipawns
-MOVE = re.compile("[a-h][1-8][a-h][1-8][qrbn]?|0000")
 
 stdout = threading.Lock()  # two threads write
 
@@ -48,22 +48,19 @@ def send(*lines):
         print("\n".join(lines), flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the client says
+# ---- What the client says ----------------------------------------------------------------------------------
 
 
 def set_option(options, words):
     """`name N value V` into the options, V within its bounds; the option's name, or None."""
-    names = {name.lower(): name for name in options}
-    match = re.fullmatch(r"name (\S+) value (-?[0-9]+(?:\.[0-9]+)?)", " ".join(words), re.IGNORECASE)
-    if not match or match[1].lower() not in names:
-        takes = (f"{name} ({low} to {high})" for name, (_, _, low, high) in OPTIONS.items())
-        send(f"info string the options are numbers: {', '.join(takes)}")
-        return None
-    name = names[match[1].lower()]
-    kind, _, low, high = OPTIONS[name]
-    value = max(low, min(high, float(match[2])))
-    options[name] = int(value) if kind == "spin" else round(value, 2)
+    match = re.fullmatch(r"name (\S+) value (-?[0-9]{1,15})", " ".join(words), re.IGNORECASE)
+    name = next((name for name in OPTIONS if match and name.lower() == match[1].lower()), None)
+    if name:
+        _, low, high = OPTIONS[name]
+        options[name] = max(low, min(high, int(match[2])))
+    else:
+        takes = (f"{name} ({low} to {high})" for name, (_, low, high) in OPTIONS.items())
+        send(f"info string the options are whole numbers: {', '.join(takes)}")
     return name
 
 
@@ -80,13 +77,12 @@ def read_position(words):
         raise ValueError("no game lasts so long")
     for word in words[at + 1 :]:
         try:
-            move = board.parse_uci(word.lower())
+            if not (move := board.parse_uci(word.lower())):
+                raise ValueError("a null move")
+            board.push(move)
         except ValueError:
-            move = None
-        if not move:  # a null move is none either
             send(f"info string {word} is illegal in {board.fen()}, so the moves end before it")
             break
-        board.push(move)
     return board
 
 
@@ -101,14 +97,12 @@ def seconds(limits, turn):
     clock, increment = ("wtime", "winc") if turn else ("btime", "binc")
     allowed = limits.get("movetime", math.inf)
     if clock in limits:
-        left = limits[clock]
-        moves = max(1, min(20, limits.get("movestogo", 20)))
+        left, moves = limits[clock], max(1, min(20, limits.get("movestogo", 20)))
         allowed = min(allowed, left / moves + limits.get(increment, 0), 0.8 * left)
     return allowed / 1000 - OVERHEAD
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the model says
+# ---- What the model says -----------------------------------------------------------------------------------
 
 
 def prompt_of(model, board):
@@ -148,21 +142,16 @@ class Search(threading.Thread):
         super().__init__(daemon=True)
         self.model, self.generator, self.board, self.options = model, generator, board, dict(options)
         self.moves = [move.uci() for move in board.legal_moves]
-        if "searchmoves" in words:
-            asked = {word for word in words[words.index("searchmoves") :] if MOVE.fullmatch(word)}
-            self.moves = [move for move in self.moves if move in asked or not asked]
         limits = read_limits(words)
         self.samples = min(options["Samples"], limits.get("nodes", math.inf))  # an answer is a node
         if not options["Temperature"]:
             self.samples = min(1, self.samples)  # greedy ones are all alike
-        self.seconds = seconds(limits, board.turn)
-        self.ponders = "ponder" in words and "infinite" not in words
         self.started, self.deadline, self.free = time.monotonic(), math.inf, threading.Event()
-        if not {"infinite", "ponder"} & set(words):
-            self.release(self.seconds)
+        if "infinite" not in words:
+            self.release(seconds(limits, board.turn))
         self.start()
 
-    def release(self, seconds):
+    def release(self, seconds=0.0):
         """It has so long from now, and may answer."""
         self.deadline = time.monotonic() + seconds
         self.free.set()
@@ -176,13 +165,13 @@ class Search(threading.Thread):
                 send(f"info depth 0 score {'mate 0' if self.board.is_checkmate() else 'cp 0'}")
             self.free.wait()
             send(f"bestmove {best}")
-        except Exception:  # without an answer the client would wait for ever, but it sees that a program is gone
+        except BaseException:  # without an answer the client would wait for ever, but it sees that a program is gone
             traceback.print_exc()
             os._exit(1)
 
     def choose(self):
-        """The best move so far when time is up, or after one round of answers; with `infinite` and `ponder` after as
-        many rounds as there is time for."""
+        """The best move so far when time is up, or after one round of answers; with `infinite` after as many rounds as
+        there is time for."""
         chances = rank(self.model, self.board, self.moves)
         votes, evaluations, depth = Counter(), defaultdict(list), 0
         best = self.report(chances, votes, evaluations, depth)
@@ -210,16 +199,15 @@ class Search(threading.Thread):
             if time.monotonic() >= self.deadline:
                 raise TimeoutError
 
-        model, prompt = self.model, prompt_of(self.model, self.board)
-        limit = min(LIMITS["policy"], model.config.n_positions - len(prompt))
-        noise = torch.rand(self.samples, limit, generator=self.generator).to(model.wte.weight.device)
+        model, temperature = self.model, self.options["Temperature"] / 100
+        question = Question("policy", policy_prompt(self.board.fen(), chess_format(model.config)), ())
+        noise = torch.rand(1, self.samples, LIMITS["policy"], generator=self.generator)
         hook = model.ln_f.register_forward_pre_hook(check)  # a layer that every token passes once
         try:  # a replayed CUDA graph would not call the hook
-            temperature = self.options["Temperature"]
-            batch = generate(model, [prompt], self.samples, limit, temperature, noise=noise, graph=False)
+            ((_, answers),) = sample(model, [question], self.samples, LIMITS, temperature, noise=noise, graph=False)
         finally:
             hook.remove()
-        return list(filter(None, (parse_policy(model.tokenizer.decode(row))[1] for row in batch.tokens.tolist())))
+        return list(filter(None, (parse_policy(answer.text)[1] for answer in answers)))
 
     def report(self, chances, votes, evaluations, depth):
         """Says the candidates and returns the best of them. It is said last: match runners read the last line."""
@@ -227,39 +215,35 @@ class Search(threading.Thread):
         shown = order[:1] + [move for move in order[1:] if move in evaluations]
         nodes, passed = depth * self.samples, round(1000 * (time.monotonic() - self.started))
         lines = []
-        for place, move in enumerate(shown[: self.options["MultiPV"]], 1):
+        for place, move in enumerate(shown[:SHOWN], 1):
             value = f"score {score(statistics.median_high(evaluations[move]))} " if move in evaluations else ""
             lines.append(f"info depth {depth} multipv {place} {value}nodes {nodes} time {passed} pv {move}")
         send(*reversed(lines))
         return order[0]
 
 
-def introduce(name):
-    send(f"id name nanorook {Path(name).resolve().name}", "id author the nanorook authors")
-    for option, (kind, default, low, high) in OPTIONS.items():
-        bounds = f" min {low} max {high}" if kind == "spin" else ""
-        send(f"option name {option} type {kind} default {default}{bounds}")
-    send("uciok")
-
-
 def main():
     parser = argparse.ArgumentParser(prog="python -m tools.uci", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a model folder or hub id (default: weights/tiny)")
     name = parser.parse_args().model or ROOT / start_model()
-    device = hardware.choose()
+    hardware.flush_denormals()
+    device = hardware.choose_device()
     model = GPT.load(name).to(device).cast(hardware.fastest_dtype(device))
-    room = model.config.n_positions - len(prompt_of(model, chess.Board()))
-    if room < LIMITS["policy"]:
-        refuse(f"{name}: the model's positions leave {room} tokens after a prompt, too few for an answer.")
-    generator = torch.Generator().manual_seed(OPTIONS["Seed"][1])
-    options = {option: default for option, (_, default, _, _) in OPTIONS.items()}
+    if model.config.n_positions - len(prompt_of(model, chess.Board())) < LIMITS["policy"]:
+        refuse(f"{name}: the model's positions leave too few tokens after a prompt for an answer.")
+    generator = torch.Generator().manual_seed(OPTIONS["Seed"][0])
+    options = {option: default for option, (default, _, _) in OPTIONS.items()}
     board, search = chess.Board(), None
     for line in sys.stdin.buffer:
         words = line.decode("ascii", "ignore").split()
-        known = [i for i, word in enumerate(words) if word in COMMANDS]
-        command, *words = words[known[0] :] if known else [""]  # the protocol: what is unknown is skipped
+        while words and words[0] not in COMMANDS:  # the protocol: what is unknown is skipped
+            words.pop(0)
+        command, *words = words or [""]
         if command == "uci":
-            introduce(name)
+            send(f"id name nanorook {Path(name).resolve().name}", "id author the nanorook authors")
+            for option, (default, low, high) in OPTIONS.items():
+                send(f"option name {option} type spin default {default} min {low} max {high}")
+            send("uciok")
         elif command == "isready":
             send("readyok")
         elif command == "setoption":
@@ -272,19 +256,15 @@ def main():
                 send(f"info string {error}, so the position stays what it was")
         elif command == "go":
             if search:
-                search.release(0)
+                search.release()
                 search.join()
             search = Search(model, generator, board, words, options)
         elif command == "stop" and search:
-            search.release(0)
-        elif command == "ponderhit" and search and search.ponders:
-            search.release(search.seconds)
+            search.release()
         elif command == "quit":
             break
-    if search:  # the same way out for `quit` and for the end of the input: what was asked is answered
-        if command == "quit":
-            search.release(0)
-        search.free.set()
+    if search:  # at the end of the input what was asked is answered; `quit` does not wait for it
+        search.release() if command == "quit" else search.free.set()
         search.join()
 
 

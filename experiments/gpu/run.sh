@@ -125,15 +125,15 @@ stage() {
 
 workers=$(($(nproc) > 3 ? $(nproc) - 2 : 1))
 shape_gpt2="--positions 1024 --layers 12 --width 768 --heads 12"
-format_gpt2="--format rookworld --tokenizer ${GPT2_TOKENIZER:-gpt2}"
-table="--positions 500 --judged 250 --self-play 20"
-bench=("$PYTHON" -m tools.bench W4 W2 --runs 3 --watch 200)
+format_gpt2="--format rookworld${GPT2_TOKENIZER:+ --tokenizer $GPT2_TOKENIZER}"
+table="--positions 500 --self-play 20"
+bench=("$PYTHON" -m tools.bench W4 W2 --runs 3)
 if [ -n "${TINY:-}" ]; then
     label="--positions 100 --nodes 100 --workers 1"
-    tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 80 --eval-positions 2 --workers 1 --dtype float32"
+    tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 120 --eval-positions 2 --workers 1 --dtype float32"
     tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
-    gpt2="$tiny --positions 512" steps_tiny=160 steps_gpt2=240
-    table="--positions 4 --judged 2 --self-play 1 --data $OUT/positions.txt.gz"
+    gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=240
+    table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5"
     grpo_tiny=$grpo grpo_gpt2=$grpo
     bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
@@ -158,22 +158,21 @@ exec "$PYTHON" -m tools.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0
 export tenth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
-    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || echo "$OUT/grpo-$1/latest"
+    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* | tail -n 1
 }
 
 positions=${POSITIONS:-$OUT/positions.txt.gz}
 [ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m tools.label "$positions" $label
-if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: the units that were labelled as a whole
-    awk '/^# unit/ { printf "%s", unit; unit = ""; next } !/^{/ { unit = unit $0 "\n" }' "$positions.partial" |
-        gzip >"$positions.tmp"
+if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
+    sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
     mv "$positions.tmp" "$positions"
 fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
 evaluate=("$PYTHON" -m tools.evaluate)
-stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny --hold
+stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
-stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2 --hold
+stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table --json "$OUT/before-tiny.json"
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table --json "$OUT/before-gpt2.json"

@@ -32,7 +32,7 @@ def cell(name, value):
     if value is None:
         return ""
     scale, unit = (1, "") if name in PLAIN else (100, " %")
-    return " ± ".join(f"{scale * v:.1f}" for v in value) + unit
+    return " ± ".join(f"{scale * v:.1f}" for v in value if v is not None) + unit
 
 
 def skill_table(out, name):
@@ -48,7 +48,7 @@ def skill_table(out, name):
         for t in models[0]:
             cells += [cell(figure, model[t].get(section, {}).get(figure)) for model in models]
             mean, half = (change and change[t].get(section, {}).get(figure)) or (0, 0)
-            if abs(mean) > half:
+            if half is not None and abs(mean) > half:  # one value has no interval
                 cells[-1] += " *"
         if any(cells):
             lines.append(f"| {section}: {figure} | {' | '.join(cells)} |")
@@ -67,7 +67,6 @@ def training(out, name):
         reward = [statistics.mean(m["reward"] for m in part) for part in (steps[:10], steps[-10:])]
         lines.append(
             f"GRPO: {len(steps)} steps, {seconds:.2f} s a step, {speed:,.0f} tokens a second, "
-            f"{max(m['peak_memory_gb'] for m in steps):.1f} GB; "
             f"reward {reward[0]:.3f} in the first ten steps, {reward[1]:.3f} in the last."
         )
     return [*lines, ""] if lines else []
@@ -86,9 +85,6 @@ def main(out):
         lines += [f"## {title} {w['what']}", ""]
         said = "- {seconds:.3f} s, {tokens_per_second:,.0f} tokens a second, {peak_memory_gb:.1f} GB"
         lines += [said.format(**w), *(f"- {who} takes {ratio:.2f} times as long" for who, ratio in w["ratios"].items())]
-        if "watch" in w:
-            said = "- {steps} steps: after the first 20 {recompiles} recompiles, and {grown_gb:.3f} GB more at most"
-            lines.append(said.format(**w["watch"]))
         lines.append("")
     lines += ["## Stages", ""]
     for done in sorted(out.glob("*.done"), key=os.path.getmtime):

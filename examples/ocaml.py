@@ -1,0 +1,98 @@
+"""Small functions, judged by OCaml itself: does it parse, has it the right type, which tests does it pass?
+
+    TASK=examples/ocaml.py ./train.sh       (* the larger of b and a, plus one, times two *) let f a b =
+                                            -> (max b a + 1) * 2
+
+A program is the answer with the clearest verifier of all: the compiler says where it stops, the tests say what it
+does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it writes each word of
+a question as OCaml, but as often with a wrong operator, order or type, or with parentheses forgotten or left open.
+"""
+
+import math
+import operator
+import random
+from itertools import permutations, product
+from pathlib import Path
+
+from examples.ocaml_verifier import judge
+from examples.start import make_start_model
+from nanorook.task import Grade, Question
+
+DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, KL_COEF=0.0, EVAL_POSITIONS=400)
+DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float32", COMPILE="0")
+LIMITS = {"ocaml": 40}  # tokens, here bytes; the longest that the start model was shown has 24
+START = Path(__file__).parent.parent / "runs" / "ocaml-start"
+WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
+RUNAWAY = 0.3  # the reward of a function or an answer without an end is multiplied by this
+
+HEAD = "let f : int -> int -> int = fun a b ->"  # what stands before the answer for the compiler
+TESTS = ((5, 3), (2, 7), (-4, 1), (6, -2), (4, 4), (-3, -8))
+FIRST = {  # the words of a question, what they mean, the right OCaml, and what a careless writer writes as often
+    "the larger of {} and {}": (max, "max {} {}", "min {} {}"),
+    "the smaller of {} and {}": (min, "min {} {}", "{} < {}"),
+    "the sum of {} and {}": (operator.add, "{} + {}", "{} +. {}"),
+    "the difference of {} and {}": (operator.sub, "{} - {}", "{1} - {0}"),
+    "the product of {} and {}": (operator.mul, "{} * {}", "{} + {}"),
+    "the distance of {} and {}": (lambda a, b: abs(a - b), "abs ({} - {})", "abs {} - {}"),
+}
+NEXT = {  # of what stands before and a number
+    "plus {}": (operator.add, "{} + {}", "{} - {}"),
+    "minus {}": (operator.sub, "{} - {}", "{} -. {}"),
+    "times {}": (operator.mul, "({}) * {}", "{} * {}", "({} * {}"),
+}
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
+
+
+def load(source, config):
+    """(training items, held-out items): an item is (first words, "ab" or "ba", (next words, number), ...)."""
+    rests = [rest for count in (1, 2) for rest in permutations(product(NEXT, NUMBERS), count)]
+    items = [(first, order, *rest) for first, order, rest in product(FIRST, ("ab", "ba"), rests)]
+    random.Random(0).shuffle(items)
+    return items[400:], items[:400]
+
+
+def make_questions(items, count, rng, config):
+    return [ask(item) for item in rng.sample(items, count)]
+
+
+def ask(item):
+    """The Question; its truth is what the function returns for each of TESTS."""
+    first, order, *rest = item
+    words = ", ".join([first.format(*order), *(word.format(number) for word, number in rest)])
+    truth = [FIRST[first][0](*(pair if order == "ab" else pair[::-1])) for pair in TESTS]
+    for word, number in rest:
+        truth = [NEXT[word][0](value, NUMBERS[number]) for value in truth]
+    return Question("ocaml", f"(* {words} *) let f a b =", truth)
+
+
+def write(item, choose):
+    """An answer; `choose` takes one of the ways to write each of its words."""
+    first, order, *rest = item
+    code = choose(FIRST[first][1:]).format(*order)
+    for word, number in rest:
+        code = choose(NEXT[word][1:]).format(code, NUMBERS[number])
+    return " " + code
+
+
+def grade(question, text, hit_limit=False, step=math.inf):
+    """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run."""
+    verdict = judge(HEAD + text, TESTS)
+    passed = [result == wanted for result, wanted in zip(verdict.results, question.truth)]
+    right = bool(passed) and all(passed)
+    pieces = [("parse", WEIGHTS["parse"] * verdict.parses), ("type", WEIGHTS["type"] * verdict.typed)]
+    pieces += [(f"tests {i}", WEIGHTS["tests"] / len(TESTS) * ok) for i, ok in enumerate(passed)]
+    pieces += [("all", WEIGHTS["all"] * right)]
+    if hit_limit or verdict.ran_away:  # a factor keeps the order of rewards
+        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value in pieces)))
+    metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(passed) / len(TESTS), "right": right}
+    return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
+
+
+def start_model():
+    items, _ = load("", None)
+
+    def example(rng):
+        item = rng.choice(items)
+        return ask(item).prompt, write(item, rng.choice)
+
+    return make_start_model(START, example, positions=112)

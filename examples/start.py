@@ -1,0 +1,57 @@
+"""A start model for a task of your own: a small GPT-2 over bytes, taught to answer by examples.
+
+This is plain supervised training, and all that RL needs from it: answers of the right form, with the right one among
+them often enough to be found. What the examples do wrong, the model does wrong as often; the reward has to mend it.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig
+from nanorook.settings import refuse
+from nanorook.tokenizer import Tokenizer
+
+
+def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, heads=4, positions=128, lr=4e-3, seed=0):
+    """The path of a model folder, which is made first unless it exists: whole, or not at all.
+
+    write(rng) gives one example, a pair (prompt, answer). `positions` bounds the two together, in bytes, and has to
+    leave room for the longest answer that the task's LIMITS allow.
+    """
+    if (folder := Path(folder)).exists():
+        return str(folder)
+    print(f"making the start model, {folder}: {steps} steps of {batch} texts", flush=True)
+    torch.manual_seed(seed)
+    rng, tokenizer = random.Random(seed), Tokenizer.of_bytes()
+    size = dict(n_positions=positions, n_embd=width, n_layer=layers, n_head=heads)
+    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos, **size))
+    model.tokenizer = tokenizer
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(50 / width**0.5 if p.ndim == 2 else 1)  # from GPT-2's 0.02, for wide models, to 1/√width
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
+    for step in range(1, steps + 1):
+        examples = [[tokenizer.encode(text) for text in write(rng)] for _ in range(batch)]
+        longest = max(len(prompt) + len(answer) for prompt, answer in examples) + 1  # the end token
+        if longest > positions:
+            refuse(f"an example for {folder} has {longest} tokens, more than the {positions} positions of its model.")
+        tokens = torch.full((batch, longest), tokenizer.eos)
+        targets = torch.full((batch, longest), -100)  # -100: no target, which is so in prompts and padding
+        for row, (prompt, answer) in enumerate(examples):
+            end = len(prompt) + len(answer)
+            tokens[row, :end] = torch.tensor(prompt + answer)
+            targets[row, len(prompt) : end + 1] = tokens[row, len(prompt) : end + 1]
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % (steps // 6) == 0:
+            print(f"  step {step}/{steps}: loss {loss.item():.3f} nats a token", flush=True)
+    model.save(folder)
+    return str(folder)

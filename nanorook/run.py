@@ -1,0 +1,195 @@
+"""Where a run stands: begun, resumed, taken back, saved, finished.
+
+OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt, all that one step leaves to the next. It appears whole or
+not at all; the two newest are kept, and the one with the best evaluation.
+"""
+
+import copy
+import fcntl
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from zipfile import ZipFile
+
+import torch
+
+from nanorook import parallel, settings
+from nanorook.settings import refuse
+
+STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
+# What a run leaves in OUT_DIR
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model tensorboard wandb".split()
+MADE += [STEP, ".lock", ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
+
+
+class Run:
+    def __init__(self, out):
+        self.out = Path(out)
+        self.step = 0  # steps that were made
+        self.dtype = ""  # of the matrix products, measured once: another process or day might measure otherwise
+        self.skill = {}  # {"before": {figure: (mean, half-width)}, "step 40": ..., "after": ...}
+        self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
+        self.lr_factor = 1.0  # lowered each time that the run goes back
+        self.skipped_in_a_row = 0
+        self.rollbacks = 0
+        self.good = None  # the last state known to be healthy, see snapshot()
+        self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
+
+    def hold(self):
+        """Holds OUT_DIR until this process ends, however it ends."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.out / ".lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            refuse(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
+        except OSError as error:
+            refuse(f"OUT_DIR={self.out} cannot be written to ({error.strerror}); name another folder.")
+
+    def protect(self, source):
+        """The start model is read again when a run goes on, so the run must not overwrite it."""
+        if Path(source).resolve().is_relative_to(self.out.resolve()):
+            refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
+
+    def clear(self):
+        """Deletes what a run has made; refuses if there is anything else, or if no run has been here."""
+        found = [path for path in self.out.iterdir() if path.name != ".lock"]
+        a_run = (self.out / "settings.json").exists()  # the first file that a run writes
+        strange = [path.name for path in found if not (a_run and any(map(path.match, MADE)))]
+        if strange:
+            refuse(f"OUT_DIR={self.out} holds {strange[0]}, which no run has made: FRESH=1 deletes nothing.")
+        for path in found:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def resume(self, steps):
+        """Takes over the newest checkpoint that can be read; (model, optimizer) as they were, or None."""
+        folders = sorted(self.out.glob(STEP), reverse=True)
+        for folder in folders:
+            try:
+                if bad := ZipFile(folder / "trainer.pt").testzip():  # torch.load does not check the sums
+                    raise ValueError(bad)
+                saved = torch.load(folder / "trainer.pt", "cpu", weights_only=True)
+                vars(self).update({name: saved[name] for name in self.kept})
+                break
+            except Exception as error:  # a damaged pickle may raise anything
+                parallel.log(f"{folder} is damaged ({type(error).__name__}), so the checkpoint before it is used.")
+        else:
+            if folders:
+                refuse(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
+            return None
+        settings.compare(saved["settings"], parallel.log)
+        if self.step > steps:
+            refuse(f"{self.out} holds {self.step} steps, more than STEPS={steps}; raise it, or name another OUT_DIR.")
+        if "after" in self.skill and self.step == steps and (self.out / "model").exists():
+            refuse(f"{self.out} holds a finished run of {steps} steps; name another OUT_DIR, raise STEPS to go on, or "
+                   "start over with FRESH=1.")  # fmt: skip
+        if "after" in self.skill and self.step < steps:
+            self.skill[f"step {self.step}"] = self.skill.pop("after")
+        parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
+        return saved["model"], saved["optimizer"]
+
+    def snapshot(self, model, optimizer):
+        """All that going back restores, in the host's memory."""
+        return to_host([model.state_dict(), optimizer.state_dict()["state"]])
+
+    def go_back(self, model, optimizer, lr_factor):
+        """To the last good state. What led away from it would do so again, so the learning rate is lowered."""
+        self.rollbacks += 1
+        if self.rollbacks == 3:
+            refuse("the run failed for the third time; lower LR, or see the last line's advice.")
+        restore(model, optimizer, *copy.deepcopy(self.good))
+        self.lr_factor *= lr_factor
+        self.skipped_in_a_row = 0
+        parallel.log(f"back to the last good state, with LR times {self.lr_factor:g}")
+
+    def save(self, model, optimizer):
+        """Writes OUT_DIR/step-N; the folder takes its name when all is on the disk, so it survives a power cut."""
+        folder = self.out / f"step-{self.step:06d}"
+        unfinished = self.out / ".unfinished" / folder.name
+        trainer = {name: getattr(self, name) for name in self.kept} | {"settings": settings.values()}
+        trainer |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+        shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
+        model.save(unfinished)
+        content = BytesIO()
+        torch.save(trainer, content)
+        (unfinished / "trainer.pt").write_bytes(content.getbuffer())
+        for path in [*unfinished.iterdir(), unfinished]:
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(unfinished, folder)
+        for path in [path for path in sorted(self.out.glob(STEP)) if path < folder][:-1]:
+            if path.name != f"step-{self.best[1]:06d}":
+                shutil.rmtree(path)
+
+    def finish(self, model):
+        """The trained model and the report; a report that fails does not fail the run."""
+        model.save(self.out / "model")
+        print(f"{self.out}/model        the trained model, a folder that transformers opens", flush=True)
+        subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
+        self.lock.close()
+
+
+def continuation(out):
+    """What the same command does after a run has broken off, for the end of a sentence."""
+    newest = max(Path(out).glob(STEP), default=None)
+    return f"the same command goes on from {newest}." if newest else "the same command starts again."
+
+
+def restore(model, optimizer, weights, moments):
+    model.load_state_dict(weights)
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def to_host(state):
+    """A copy in the host's memory of tensors in dicts and lists: on a GPU it would take the room of microbatches."""
+    if torch.is_tensor(state):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: to_host(value) for key, value in state.items()}
+    return [to_host(value) for value in state] if isinstance(state, list) else state
+
+
+def write(path, text):
+    """The whole file or nothing."""
+    part = path.with_name(f".{path.name}")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def rewind(file, step):
+    """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, or half a line."""
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    rows = [row for row in rows if row["step"] <= step]
+    write(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def catch_signals():
+    """A list that SIGINT and SIGTERM append to; the second one ends the process at once."""
+    received = []
+
+    def handler(number, frame):
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        print("finishing this step and saving; a second Ctrl-C quits at once", flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    return received

@@ -1,0 +1,155 @@
+"""A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file; rewards.py is chess.
+
+`Task` below is what such a file provides; `load`, `make_questions` and `check_grades` hold a file against it before
+the first step, so that a mistake in it ends in a sentence.
+docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
+"""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+from nanorook.settings import GIVEN, refuse
+
+ROOT = Path(__file__).parent.parent
+
+
+class Question(NamedTuple):
+    kind: str  # a name in LIMITS; questions of one kind are sampled together
+    prompt: str
+    truth: Any  # what grade() needs; only what JSON can hold, as it is written to samples.jsonl
+    stop: str = ""  # an answer ends with a token that holds this text, too; the same for all questions of a kind
+
+
+class Grade(NamedTuple):
+    # (name, value, (start, end), ...): what a piece of the reward is worth, and the characters of the answer that it
+    # judges; without a span it judges the whole answer. Names differ within an answer.
+    pieces: tuple
+    metrics: dict  # name -> float, averaged over answers and logged; "structure": whether the answer can be read
+
+    @property
+    def reward(self):
+        return round(math.fsum(value for _, value, *_ in self.pieces), 9)  # the same sum in any order of the pieces
+
+
+class Task(Protocol):
+    """What a task file provides."""
+
+    DEFAULTS: dict  # {setting: default} where the task needs others than train.py has
+    LIMITS: dict  # {kind of question: the most tokens that an answer may have, its end token counted}
+
+    def start_model(self) -> str:
+        """The folder of the model that training starts from, made first if need be."""
+
+    def load(self, source: str, config) -> tuple[list, list]:
+        """What questions are about: (training items, held-out items). `source` is the setting DATA; `config` is the
+        model's, whose `extra` holds what its folder says of the text format."""
+
+    def make_questions(self, items: list, count: int, rng: Random, config) -> list[Question]:
+        """`count` questions about some of the items, the same for the same rng."""
+
+    def grade(self, question: Question, text: str, hit_limit: bool, step: float) -> Grade:
+        """What an answer is worth, 1 where it is perfect. `text` is without the end token; `hit_limit`: it had none.
+        `step` counts from 0, for a reward that changes during a run; an evaluation gives infinity."""
+
+    # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
+
+
+def load(file) -> Task:
+    """The module of a task file, by its path from here or from the project's folder; its DEFAULTS replace those of the
+    settings that follow."""
+    path = next((path.resolve() for path in (Path(file), ROOT / file) if path.is_file()), None)
+    if path is None:
+        refuse(f"TASK={file}: there is no such file.")
+    for module in list(sys.modules.values()):  # a program may have imported it already
+        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
+            break
+    else:
+        name = path.stem if path.parent == ROOT else "task_" + path.stem
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None:
+            refuse(f"TASK={file}: a task is a Python file, whose name ends in .py.")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
+        if not hasattr(module, name):
+            refuse(f"TASK={file} has no {name}; nanorook/task.py says what a task file provides.")
+    for kind, limit in module.LIMITS.items():
+        if not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
+            refuse(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind is one word, its limit at least 1 token.")
+    GIVEN["defaults"] = module.DEFAULTS
+    return module
+
+
+def make_questions(task, items, count, rng, config):
+    """The task's questions, held against the contract."""
+    questions = task.make_questions(items, count, rng, config)
+    if len(questions) != count:
+        refuse(f"the task's make_questions returned {len(questions)} questions where {count} were asked for.")
+    return checked(task, questions)
+
+
+def checked(task, questions):
+    for question in questions:
+        if not isinstance(question, Question) or not isinstance(question.prompt, str) or not question.prompt:
+            refuse(f"the task returned {question!r:.80}, which is no Question with a prompt.")
+        if question.kind not in task.LIMITS:
+            refuse(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
+        try:
+            json.dumps(question.truth)
+        except (TypeError, ValueError) as error:
+            refuse(f"the truth of {question.prompt!r:.60} has to be what JSON can hold ({error}).")
+    return questions
+
+
+def graded(task, answers, step=math.inf):
+    return [a._replace(grade=task.grade(a.question, a.text, a.hit_limit, step)) for a in answers]
+
+
+def check_grades(answers):
+    """Holds grades against the contract: an evaluation's, of which the first comes before the first step."""
+    for answer in answers:
+        if wrong := wrong_grade(answer.grade, answer.text):
+            refuse(f"the task's grade, of the answer {answer.text!r:.60} to {answer.question.prompt!r:.60}: {wrong}")
+
+
+def wrong_grade(grade, text):
+    """The rule that a grade breaks, as a sentence; empty where it breaks none."""
+    names = set()
+    if not isinstance(grade, Grade):
+        return f"it returned {type(grade).__name__}, not a Grade."
+    for piece in grade.pieces:
+        if not isinstance(piece, (tuple, list)) or len(piece) < 2 or not isinstance(piece[0], str):
+            return f"the piece {piece!r} has to be (name, value, (start, end), ...)."
+        name, value, *spans = piece
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"the piece {name!r} is worth {value!r}, which is no finite number."
+        if name in names:
+            return f"two pieces are called {name!r}; names have to differ within an answer."
+        names.add(name)
+        for span in spans:
+            pair = isinstance(span, (tuple, list)) and len(span) == 2 and all(type(at) is int for at in span)
+            if not pair or not 0 <= span[0] <= span[1] <= len(text):
+                return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
+    for name, value in grade.metrics.items():
+        if not isinstance(value, (int, float)) or " " in name:
+            return f"the metric {name!r} is {value!r}; it has to be one word with a number."
+    return ""
+
+
+def earned(pieces):
+    """What a reward is made of; "candidates 3" is one of several pieces of this name."""
+    found = Counter()
+    for name, value, *_ in pieces:
+        found[name.split(" ")[0]] += value
+    return found
+
+
+def as_sum(pieces):
+    return " + ".join(f"{value:.4g} {name}" for name, value in earned(pieces).items() if value).replace("+ -", "- ")

@@ -1,0 +1,219 @@
+"""A checkpoint is whole or not there, and a run that is killed at any moment ends as one that never was."""
+
+import errno
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import toy
+import train
+from model import GPT
+from nanorook import monitor
+from nanorook.run import STEP, Run, catch_signals, rewind
+
+
+def save(out, *steps):
+    for step in steps:
+        run, model = Run(out), toy.model()
+        run.step = step
+        run.save(model, train.make_optimizer(model))
+
+
+def steps(out):
+    return [int(folder.name[5:]) for folder in sorted(Path(out).glob(STEP))]
+
+
+def flipped(content):
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda content: content[:-100], lambda content: b""])
+def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, tmp_path, capsys):
+    save(tmp_path, 1, 2)
+    file, run = tmp_path / "step-000002" / "trainer.pt", Run(tmp_path)
+    file.write_bytes(damage(file.read_bytes()))
+    assert run.resume(9) and run.step == 1 and f"{file.parent} is damaged" in capsys.readouterr().out
+    (tmp_path / "step-000001" / "trainer.pt").unlink()
+    with pytest.raises(SystemExit, match="no checkpoint in .* can be read; start over with FRESH=1"):
+        Run(tmp_path).resume(9)
+
+
+def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(b), rename(a, b)))
+    save(tmp_path, 1)
+    folder = tmp_path / "step-000001"
+    flushed = {Path(path).name for path in events[: events.index(folder)]}
+    assert flushed >= {folder.name, *(file.name for file in folder.iterdir())}
+
+
+def test_what_was_just_written_is_kept_beside_damaged_ones_that_are_newer(tmp_path):
+    save(tmp_path, 20, 40, 60)
+    save(tmp_path, 30)
+    assert steps(tmp_path) == [30, 40, 60]
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    run = Run(tmp_path)
+    run.hold()
+    with pytest.raises(SystemExit, match="in use by another run"):
+        Run(tmp_path).hold()
+    run.lock.close()
+    Run(tmp_path).hold()
+
+
+def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
+    """Not in a folder where no run has been, either: a `model` there is somebody's."""
+    save(tmp_path / "model", 1)
+    (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
+    with pytest.raises(SystemExit, match="FRESH=1 deletes nothing"):
+        Run(tmp_path).clear()
+    for name in ("settings.json", "thesis.tex"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(SystemExit, match="holds thesis.tex, which no run has made: FRESH=1 deletes nothing"):
+        Run(tmp_path).clear()
+    assert steps(tmp_path / "model") == [1]
+    (tmp_path / "thesis.tex").unlink()
+    Run(tmp_path).clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for step in (2, 5):
+        file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
+        assert [row["step"] for row in rewind(file, step)] == [1, 2, 3][:step]
+        assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3][:step]
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    monkeypatch.setattr(os, "_exit", Mock())
+    received = catch_signals()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGINT] and not os._exit.called  # the step goes on
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit.assert_called_once_with(128 + signal.SIGTERM)
+
+
+class Killed(BaseException):
+    """As SIGKILL: no handler of errors sees it."""
+
+
+RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, EPOCHS=2, LR=0.01, LR_SCHEDULE="cosine")
+# The moments at which a run is killed: the nth call of a function, counted from the start of the run.
+MOMENTS = [(train, "evaluate", 1), (train, "evaluate", 2), (train, "sample", 2), (train, "update", 4)]
+MOMENTS += [(monitor, "open_log", 1), (monitor, "progress_line", 1), (torch, "save", 2), (os, "replace", 2)]
+MOMENTS += [(os, "fsync", n) for n in (1, 3, 9, 12)] + [(os, "rename", n) for n in (2, 3, 4)]
+
+
+def break_off(patch, owner, name, nth, error):
+    """The nth call of owner.name, counted from the start of the run, raises the error."""
+    function, calls = getattr(owner, name, open), []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == nth:
+            raise error
+        return function(*args, **kwargs)
+
+    patch.setattr(owner, name, failing, raising=False)
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory, toy_model):
+    out = tmp_path_factory.mktemp("whole")
+    toy.run(out, MODEL=toy_model, **RUN)
+    return toy.left_by(out)
+
+
+@pytest.mark.parametrize("owner, name, nth", MOMENTS)
+def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, monkeypatch, toy_run, never_killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        break_off(patch, owner, name, nth, Killed())
+        toy_run(**RUN)
+    toy_run(**RUN)
+    assert toy.left_by(tmp_path / "out") == never_killed
+
+
+FULL = {  # when the disk is full, and the newest checkpoint then
+    "settings.json": (Path, "write_text", 1, []),
+    "first trainer.pt": (Path, "write_bytes", 4, []),
+    "a line of metrics.jsonl": (monitor, "open", 2, [1]),
+    "a checkpoint's model": (Path, "write_bytes", 5, [1]),
+    "skill.json at the end": (Path, "write_text", 9, [3]),
+    "out/model": (Path, "write_bytes", 17, [3]),
+}
+
+
+@pytest.mark.parametrize("moment", FULL)
+def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path, toy_model):
+    owner, name, nth, last = FULL[moment]
+    settings = dict(MODEL=toy_model, STEPS=3, SAVE_EVERY=1)
+    with pytest.MonkeyPatch.context() as patch:
+        break_off(patch, owner, name, nth, OSError(errno.ENOSPC, "No space left on device"))
+        sentence = toy.main(tmp_path, **settings)
+    newest = [f"{tmp_path}/step-{step:06d}" for step in steps(tmp_path)][-1:]
+    goes_on = f"goes on from {newest[0]}." if newest else "starts again."
+    assert "No space left on device" in sentence and sentence.endswith(f"; the same command {goes_on}")
+    assert steps(tmp_path)[-1:] == last and not (tmp_path / "model").exists()
+    assert toy.main(tmp_path, **settings) is None
+    assert [row["step"] for row in toy.rows(tmp_path)] == [1, 2, 3] and GPT.load(tmp_path / "model")
+
+
+def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
+    """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
+    graded, compare, stops, now = train.graded, train.compare, [], [-1]
+
+    def grading(task, answers, step=math.inf):
+        if step != now[0] and step + 1 in stops[:1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        now[0] = step
+        return graded(task, answers, step)
+
+    def failing(*args):
+        batch = compare(*args)
+        return batch._replace(advantages=batch.advantages * (math.nan if now[0] in (3, 5, 6) else 1))
+
+    monkeypatch.setattr(train, "graded", grading)
+    monkeypatch.setattr(train, "compare", failing)
+    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
+    run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
+    rows = toy_run("whole", **run)
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 0, 1, 1, 0]
+    assert rows[7]["lr"] == rows[4]["lr"] / 2  # it went back
+    stops += [4, 6, 7]
+    while stops:
+        with pytest.raises(SystemExit, match="143"):
+            toy_run(**run)
+        assert f"stopped after step {stops.pop(0)}; the same command goes on" in capsys.readouterr().out
+    toy_run(**run)
+    assert toy.left_by(tmp_path / "out") == toy.left_by(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_by_the_system(tmp_path, toy_model):
+    """SIGKILL at random moments; then to the end, and nothing is lost."""
+    settings = {**toy.SETTINGS, "MODEL": toy_model, **RUN, "STEPS": 100}
+    command = [sys.executable, "train.py", *(f"{name}={value}" for name, value in settings.items())]
+    rng = random.Random(0)
+    for _ in range(10):
+        process = subprocess.Popen([*command, f"OUT_DIR={tmp_path}/killed"], cwd=toy.ROOT)
+        time.sleep(rng.uniform(3, 6))
+        process.kill()
+        if process.wait() != -signal.SIGKILL:  # it was faster
+            break
+    ended = (tmp_path / "killed/report.html").exists()  # the last that a run writes; it may be killed even then
+    for out in ["whole"] + ["killed"] * (not ended):
+        subprocess.run([*command, f"OUT_DIR={tmp_path}/{out}"], cwd=toy.ROOT, check=True)
+    assert toy.left_by(tmp_path / "killed") == toy.left_by(tmp_path / "whole")

@@ -1,0 +1,198 @@
+"""Signal: how much of a step's gradient do all questions have in common, and how much is the chance of a few?
+
+python -m tools.signal                                  the default step, before hours are spent on it
+python -m tools.signal TASK=mine.py QUESTIONS=128       settings as train.py takes them, and QUESTIONS
+
+The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + noise / n on average. The gradients of
+different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
+questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Its
+interval comes from leaving out each question in turn: one heavy answer widens it, and does not pass for signal.
+Nothing is trained or written. docs/signal.md says what to read from it.
+"""
+
+import math
+import random
+import time
+from collections import defaultdict
+from unittest.mock import patch
+
+import torch
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from nanorook import settings
+from nanorook.settings import heading, refuse, setting
+
+if __name__ == "__main__":
+    settings.read_user()  # before train's first setting
+
+import train
+from model import GPT
+from nanorook import hardware, parallel
+from nanorook.monitor import interval
+from nanorook.task import check_grades, earned, graded, make_questions
+from rollout import Batch, sample
+
+heading("Signal")
+QUESTIONS = setting("QUESTIONS", 64, "asked about, of each kind as many as a step of this size has", low=3)
+REFERENCE = setting("REFERENCE", "", "where MODEL is trained: the model its KL is to (at the start it has no gradient)")
+
+STEP = 10**9  # beyond all warm-ups
+SKETCH = 65537  # numbers that stand for a gradient; odd, so that the entries of one column do not meet
+SET = "as set"
+TEMPERATURES = 0.7, 1.3  # times that of the settings
+
+
+def signal(rows):
+    """The share of |g|² of one question that is signal, and the half-width of its 95 % interval, by the jackknife.
+    rows (n, d + 1): for each question a gradient or its sketch, and last the square of a single gradient."""
+    n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
+    products, squares = (vectors * (vectors.sum(0) - vectors)).sum(1), squares[:, 0]  # (n,) of each with all others
+    if not squares.any():
+        return 0.0, 0.0
+    whole = products.sum() / (n - 1) / squares.sum()
+    without = (products.sum() - 2 * products) / (n - 2) / (squares.sum() - squares)
+    return interval((n * whole - (n - 1) * without.nan_to_num()).tolist())
+
+
+def noise_scale(share):
+    """The questions at which half is signal, where `share` is that of one question."""
+    return max(0.0, 1 / share - 1) if share > 0 else math.inf
+
+
+def number(x):
+    return f"{x:.1f}" if x < 10 else f"{float(f'{x:.2g}'):,.0f}"
+
+
+def describe(rows, answers=1):
+    """The noise scale in words, in questions or in answers, `answers` to a question."""
+    share, half = signal(rows)
+    least, value, most = (number(answers * noise_scale(x)) for x in (share + half, share, share - half))
+    if len(rows) < 3 or not rows[:, -1].any():
+        return "too few questions" if len(rows) < 3 else "no gradient at all"
+    if share <= half:
+        return f"no signal seen with these {len(rows)} questions" + f": more than {least}" * (share + half > 0)
+    return f"{value} ({least} to {most})"
+
+
+def projection(model):
+    """A function that makes a gradient SKETCH numbers, and its square. Products of such sketches are right on average,
+    and less wrong than by what they vary from question to question."""
+    count, generator = sum(p.numel() for p in model.parameters()), torch.Generator().manual_seed(0)
+    signs = (torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1).to(model.wte.weight.device)
+
+    def project(gradient):
+        flat = torch.cat([part.flatten() for part in gradient]).float()
+        sketch = pad(flat * signs, (0, -count % SKETCH)).view(-1, SKETCH).sum(0)
+        return torch.cat([sketch, flat.square().sum()[None]]).cpu()
+
+    return project
+
+
+def ask(model, questions):
+    """What a step has before its update: (Batch, Answers) of each kind."""
+    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
+    for batch, answers in sample(
+        model.cast(model.dtype), questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise
+    ):
+        yield batch, graded(train.task, answers, STEP)
+
+
+def ways(answers):
+    """Ways of paying a group: (name, the answers with what is paid, settings)."""
+    yield SET, answers, {}
+    other = "answer" if train.CREDIT == "piece" else "piece"
+    yield f"CREDIT={other}", answers, {"CREDIT": other}
+    if REFERENCE and train.KL_COEF:
+        yield "KL_COEF=0", answers, {"KL_COEF": 0.0}
+    for name in dict.fromkeys(name for answer in answers for name in earned(answer.grade.pieces)):
+        pieces = [[piece for piece in a.grade.pieces if piece[0].split(" ")[0] == name] for a in answers]
+        alone = [a._replace(grade=a.grade._replace(pieces=part)) for a, part in zip(answers, pieces)]
+        yield f"{name} alone", alone, {"KL_COEF": 0.0}
+
+
+def gradients(model, reference, rollouts, sizes, ways=ways):
+    """{way of paying: rows for signal()}: each question's gradient, and with groups cut to other `sizes` the mean of
+    its groups' gradients and of their squares. The first size is that of the whole group, which is paid in all ways."""
+    groups = [(batch, answers, i) for batch, answers in rollouts for i in range(len(batch.prompts))]
+    found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
+    project, parameters, G = projection(model), list(model.parameters()), sizes[0]
+    cuts = [(size, start) for size in sizes for start in range(0, G, size)]
+    for place, (batch, answers, i) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
+        rows = slice(i * G, i * G + G)
+        whole = batch.select([i], batch.prompt_lengths[i], batch.completion_mask[rows].sum(1).max())
+        for size, start in cuts:
+            part = Batch(*whole[:2], *(x if x is None else x[start : start + size] for x in whole[2:]))
+            logprobs, _ = train.forward(model, part)
+            with torch.no_grad():
+                ref = train.forward(reference, part)[0] if reference else None
+            part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
+            some = answers[rows][start : start + size]
+            for name, paid, changed in ways(some) if size == G else [(f"GROUP_SIZE={size}", some, {})]:
+                with patch.multiple(train, GROUP_SIZE=size, **changed):
+                    part = train.compare(part, paid)
+                    if part.advantages.any() or (reference and train.KL_COEF):
+                        loss, _ = train.objective(logprobs, part, 1.0)
+                        gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+                        found[name][place] += project(gradient) * size / G
+    return {SET: found[SET], **found}
+
+
+def report(found, kinds, seconds):
+    """Two tables in Markdown; `kinds`: the questions' kinds, `seconds`: {kind: of one question}."""
+    all_kinds, G = dict.fromkeys(kinds) if len({*kinds}) > 1 else {}, train.GROUP_SIZE
+    places = {"all": slice(None)} | {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in all_kinds}
+    print("| questions | in a step | until half is signal | a step's signal | seconds until half |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for kind, at in places.items():
+        rows = found[SET][at]
+        n, (share, half) = len(rows) / len(kinds) * train.BATCH_POSITIONS, signal(rows)
+        value = noise_scale(share)
+        rest = f"{n / (n + value):.1%} | {number(value * seconds[kind])}" if share > half else "|"
+        print(f"| {kind} | {n:.3g} | {describe(rows)} | {rest} |")
+    print("\n| at equal answers | answers until half is signal | squared gradient |\n| --- | ---: | ---: |")
+    for kind, at in places.items():
+        for name, rows in ((name, rows[at]) for name, rows in found.items()):
+            size = int(name.removeprefix("GROUP_SIZE=")) if name.startswith("GROUP_SIZE=") else G
+            square = rows[:, -1].mean() * G / size / found[SET][at][:, -1].mean()
+            if rows[:, -1].any() and (len(places) == 1 or kind != "all" or not name.endswith("alone")):
+                print(f"| {kind}, {name} | {describe(rows, size)} | {square:.0%} |")
+
+
+def main():
+    settings.finish("python -m tools.signal")
+    hardware.flush_denormals()
+    device = parallel.start(hardware.choose_device(train.DEVICE), 1)
+    dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
+    source = train.MODEL or train.task.start_model()
+    model = GPT.load(source).to(device).use(dtype)
+    reference = GPT.load(REFERENCE).to(device).cast(dtype) if REFERENCE and train.KL_COEF else None
+    items, _ = train.task.load(train.DATA, model.config)
+    if len(items) < QUESTIONS:
+        refuse(f"DATA={train.DATA} has {len(items)} items, fewer than QUESTIONS={QUESTIONS}.")
+    questions = make_questions(train.task, items, QUESTIONS, random.Random(train.SEED), model.config)
+    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, "
+          f"SEED={train.SEED}\n", flush=True)  # fmt: skip
+
+    # A step of each kind, timed: with a learning rate of 0 its update changes nothing
+    rollouts, kinds, seconds, clock = [], [], {"all": 0.0}, time.time()
+    for batch, answers in ask(model, questions):
+        check_grades(answers)
+        batch = train.compare(batch, answers)
+        train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.0), [batch])
+        spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
+        seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
+        rollouts.append((batch, answers))
+        kinds += [answers[0].question.kind] * n
+
+    G = train.GROUP_SIZE
+    found = gradients(model, reference, rollouts, [G, *(G // cut for cut in (2, 4) if G % cut == 0 and G // cut > 1)])
+    for temperature in (factor * train.TEMPERATURE for factor in TEMPERATURES):
+        with patch.multiple(train, TEMPERATURE=temperature):
+            again = gradients(model, reference, list(ask(model, questions)), [G], lambda answers: [(SET, answers, {})])
+        found[f"TEMPERATURE={temperature:g}"] = again[SET]
+    report(found, kinds, seconds)
+
+
+if __name__ == "__main__":
+    main()
