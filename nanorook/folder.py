@@ -26,7 +26,7 @@ def fetch(source):
         refuse(f"{source}: there is no such folder; a model on the hub is named owner/name.")
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]
+    patterns = ["config.json", "model*.safetensors", *TOKENIZER_FILES]
     try:
         folder = Path(snapshot_download(source, allow_patterns=patterns))
         if not any(folder.glob("model*.safetensors")):
@@ -47,24 +47,15 @@ def read_json(path):
 
 
 def read_weights(folder):
-    """All tensors by name, from one safetensors file, from several, or from pytorch_model.bin; no code is run."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists():
-        names = ["model.safetensors"]
-    elif index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            refuse(f"{index}: its weight_map does not map tensors to files.")
-        names = sorted({Path(name).name for name in shards.values()})
-    elif (folder / "pytorch_model.bin").exists():
-        names = ["pytorch_model.bin"]
-    else:
+    """All tensors by name, from safetensors (one file or several parts), or from pytorch_model.bin; no code is run."""
+    whole, parts = folder / "model.safetensors", sorted(folder.glob("model-*-of-*.safetensors"))
+    files = [whole] if whole.exists() else parts or sorted(folder.glob("pytorch_model.bin"))
+    if not files:
         refuse(f"{folder}: there are no weights (model.safetensors or pytorch_model.bin).")
     weights = {}
-    for name in names:
+    for file in files:
         try:
-            file = folder / name
-            tensors = torch.load(file, "cpu", weights_only=True) if name.endswith(".bin") else load_file(file)
+            tensors = torch.load(file, "cpu", weights_only=True) if file.suffix == ".bin" else load_file(file)
             if not all(map(torch.is_tensor, tensors.values())):
                 raise ValueError("a dictionary of tensors is expected")
         except Exception as error:  # an unpickler may raise anything

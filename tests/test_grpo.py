@@ -78,7 +78,7 @@ def trl_loss(trainer, logprobs, old, ref, advantages, mask, weights, loss, low, 
 
 
 @pytest.mark.parametrize("extras", ["plain", "kl", "weights", "an advantage for each token"])
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo", "gspo"])  # one that is added TRL has not
 def test_loss_and_gradient_equal_trl(trl, loss, extras):
     logprobs, old, ref, advantages, mask, weights = made_up()
     low, high = (0.03, 0.05) if loss == "gspo" else (0.2, 0.3)

@@ -1,9 +1,9 @@
-"""Speed: seconds of a rollout and of a whole step, beside this machine's own limit, transformers and TRL.
+"""Speed: seconds of a rollout and of a whole step, beside transformers and TRL.
 
 python -m tools.bench [W1 W2 W3 W4] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
 
-Weights are random and nothing ends early, so every run does the same work. In each round nanorook, the limit and the
-others take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody.
+Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
+take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from nanorook import hardware, positions
 from nanorook.monitor import describe
 from nanorook.settings import number
 from nanorook.tokenizer import Tokenizer
-from rollout import capture, generate, read
+from rollout import generate, read
 from tools.games import check_output
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
@@ -107,60 +107,6 @@ def prepare(w, asked, device, dtype):
             train.update(model, reference, optimizer, [batch._replace(advantages=advantages)])
 
     return model, run
-
-
-# The limit: what no implementation can leave out, at the speed at which this machine does just that. A token takes two
-# FLOPs for each weight of the matrices: 12 C² in a layer, and C V of the head where it predicts one. All else, such as
-# the attention's own products, softmax, GELU and sampling, counts as nothing, so 100 % cannot be reached.
-
-
-def limit(w, lengths, parameters, dtype, device):
-    """{part: the least seconds}, the larger of FLOPs / matmul rate and bytes / copy rate."""
-    L, C, V = w.config.n_layer, w.config.n_embd, w.config.vocab_size
-    rows, prompts = len(lengths) * w.group, sum(lengths) - len(lengths)  # the last token of a prompt is fed by each row
-    tokens = rows * w.new
-    flops = 2 * (12 * L * C * C * (prompts + tokens) + C * V * tokens)
-    # each decoding step reads the matrices, each prompt's keys and values once for its group, and each row's own
-    keys = prompts * w.new + rows * w.new * (w.new + 1) // 2
-    read = dtype.itemsize * (w.new * (12 * L * C * C + C * V) + keys * 2 * L * C)
-    computing = flops / matmul_rate(w.config, rows, dtype, device)
-    seconds = {"rollout": max(computing, read / copy_rate(read / w.new, device))}
-    if w.kl is not None:
-        forwards, at_once = 3 + (w.kl > 0), 8192 if device.type == "cuda" else 512  # a backward pass counts as two
-        seconds["update"] = forwards * flops / matmul_rate(w.config, min(tokens, at_once), dtype, device)
-        seconds["optimizer"] = 32 * parameters / copy_rate(32 * parameters, device)  # AdamW moves 8 floats for each
-    return seconds
-
-
-def best(function, device):
-    """Seconds of the fastest of a few calls, after one that does not count."""
-    function()
-    repeats = 1
-    if device.type == "cuda":  # several in one captured graph, else launches would be what is measured
-        once, repeats = function, 8
-        function = capture(lambda: [once() for _ in range(repeats)], device)
-    times = [clock(device)]
-    for _ in range(5):
-        function()
-        times.append(clock(device))
-    return min(b - a for a, b in zip(times, times[1:])) / repeats
-
-
-def matmul_rate(config, rows, dtype, device):
-    """FLOPs a second of the model's own matrix products with `rows` tokens."""
-    C, V, L, seconds = config.n_embd, config.vocab_size, config.n_layer, 0.0
-    for into, out, count in ((C, 3 * C, L), (C, C, L), (C, 4 * C, L), (4 * C, C, L), (C, V, 1)):
-        shapes = (rows, into), (rows, out), (count, out, into)
-        x, y, weights = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
-        seconds += best(lambda: [torch.mm(x, w.t(), out=y) for w in weights], device)  # noqa: B023
-    return 2 * rows * (12 * L * C * C + C * V) / seconds
-
-
-def copy_rate(size, device):
-    """Bytes a second, read and written, of a copy that moves `size` bytes: what fits into a cache is faster."""
-    a = torch.ones(int(min(size, 2**30)) // 8, device=device)
-    b = torch.ones_like(a)
-    return 8 * len(a) / best(lambda: b.copy_(a), device)
 
 
 # ---- transformers and TRL -------------------------------------------------------------------------------------
@@ -250,7 +196,6 @@ def measure(w, device, dtype, runs, only):
     """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
     asked = questions(w.prompts)
     model, run = prepare(w, asked, device, dtype)
-    lengths, parameters = [len(question.prompt) for question in asked], sum(p.numel() for p in model.parameters())
     peer = "transformers" if w.kl is None else "trl"
 
     def turn():
@@ -258,7 +203,7 @@ def measure(w, device, dtype, runs, only):
         seconds = {}
         with timed("nanorook", seconds, device):
             run()
-        return seconds if only else seconds | {"limit": sum(limit(w, lengths, parameters, dtype, device).values())}
+        return seconds
 
     turn()
     memory = peak_memory(device)
@@ -296,7 +241,7 @@ def main():
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
     p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
-    p.add_argument("--only", choices=["nanorook"], help="leave out the limit and the others")
+    p.add_argument("--only", choices=["nanorook"], help="leave out the others")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     a = p.parse_args()
