@@ -55,11 +55,11 @@ def answer_by(monkeypatch, policy=any_move, environment=true_environment):
 
 @pytest.fixture
 def play(byte_model, monkeypatch):
-    """play("self", policy): {row: column} of a game from the start position."""
+    """play(policy): {row: column} of a game from the start position."""
 
-    def make(opponent, policy=any_move, environment=true_environment, start=START):
-        answer_by(monkeypatch, policy, environment)
-        return games.count(opponent, *games.play(byte_model, [start], 0.0, opponent == "loop"))
+    def make(policy):
+        answer_by(monkeypatch, policy)
+        return games.count("self", *games.play(byte_model, [START], 0.0))
 
     return make
 
@@ -69,29 +69,10 @@ def test_self_play_counts_half_moves_before_an_illegal_one_or_the_end(play):
         lengths = {"half-moves before an illegal one": [(half_moves, 1)]}
         return lengths | {"illegal moves": [(illegal, half_moves + illegal)]}
 
-    assert play("self", until(6)) == counted(10, 1)
-    assert play("self", lambda fen: "no answer") == counted(0, 1)
-    assert play("self", scripted(w=["f2f3", "g2g4"], b=["e7e5", "d8h4"])) == counted(4, 0)  # mate
-    assert play("self", scripted(w=["g1f3", "f3g1"], b=["g8f6", "f6g8"])) == counted(8, 0)  # the third time
-
-
-def test_the_closed_loop_lasts_while_policy_and_environment_keep_to_the_rules(play):
-    def counted(half_moves, illegal, untrue):
-        lengths = {"half-moves before a deviation": [(half_moves, 1)]}
-        return lengths | {"ended by an illegal move": [(illegal, 1)], "ended by an untrue answer": [(untrue, 1)]}
-
-    def forgetful(fen, move, history):  # from the third move on it leaves the position as it is
-        return true_environment(fen, move if int(fen.split()[-1]) < 3 else "a1a1", history)
-
-    seen = []
-    told = lambda *question: seen.append(question[2]) or true_environment(*question)  # noqa: E731
-    assert play("loop", until(5), told, START._replace(history=tuple("abcdefghi"))) == counted(8, 1, 0)
-    assert seen[0][:9] == [*"abcdefghi"] and seen[3][:6] == [*"defghi"] and set(map(len, seen)) == {10}
-    assert play("loop", any_move, forgetful) == counted(4, 0, 1)
-    assert play("loop", scripted(w=["f2f3", "g2g4"], b=["e7e5", "d8h4"])) == counted(4, 0, 0)
-    for wrong in ("what", "0.001+1+0", "0.001+0+1", "0.5+0+0"):  # no answer, and a wrong flag or reward
-        said = lambda *question, wrong=wrong: true_environment(*question).replace("0.001+0+0", wrong)  # noqa: E731
-        assert play("loop", any_move, said) == counted(0, 0, 1)
+    assert play(until(6)) == counted(10, 1)
+    assert play(lambda fen: "no answer") == counted(0, 1)
+    assert play(scripted(w=["f2f3", "g2g4"], b=["e7e5", "d8h4"])) == counted(4, 0)  # mate
+    assert play(scripted(w=["g1f3", "f3g1"], b=["g8f6", "f6g8"])) == counted(8, 0)  # the third time
 
 
 def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():

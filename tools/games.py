@@ -1,7 +1,6 @@
-"""Games of a model: against itself, in its own environment, or against Stockfish.
+"""Games of a model: against itself, or against Stockfish.
 
 python -m tools.games MODEL                          against itself, until its first illegal move
-python -m tools.games MODEL --opponent loop          the same, but its environment task writes each next position
 python -m tools.games MODEL --opponent stockfish     an illegal move loses
 
 Games start from held-out positions that come early in a game, or all from the starting position, and advance together,
@@ -22,12 +21,11 @@ from model import GPT
 from nanorook import hardware, monitor, stockfish
 from nanorook.positions import Position, distinct, drawn
 from nanorook.settings import number, refuse
-from nanorook.task import graded
 from rollout import sample
 
 START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
-ILLEGAL, UNTRUE, NORMAL = "illegal move", "untrue answer", "normal"  # how a game ends
+ILLEGAL, NORMAL = "illegal move", "normal"  # how a game ends
 
 
 def answers(model, questions, temperature, group_size=1, seed=0, rows=128):
@@ -66,7 +64,7 @@ def has_white(i):
     return i % 2 == 0
 
 
-def play(model, starts, temperature, loop=False, opponent=None):
+def play(model, starts, temperature, opponent=None):
     """(boards, how each game ended). `opponent` is a function of a board; the model has White in every other game."""
     boards, ends, seeds = [chess.Board(start.fen) for start in starts], {}, itertools.count()
     while alive := [i for i in range(len(boards)) if i not in ends]:
@@ -74,22 +72,11 @@ def play(model, starts, temperature, loop=False, opponent=None):
         chosen = best_moves(model, [boards[i].fen() for i in turn], temperature, seed=next(seeds))
         moves = {i: uci for i, uci in zip(turn, chosen) if uci in {move.uci() for move in boards[i].legal_moves}}
         ends |= {i: ILLEGAL for i in turn if i not in moves}
-        if loop:
-            questions = [environment_question(model, starts[i], boards[i], move) for i, move in moves.items()]
-            said = graded(rewards, answers(model, questions, temperature, seed=next(seeds)))
-            ends |= {i: UNTRUE for i, answer in zip(moves, said) if min(answer.grade.metrics.values()) < 1}
         for i in alive:
             if i not in ends:
                 boards[i].push_uci(moves[i] if i in moves else opponent(boards[i]))
                 ends |= {i: NORMAL} if is_over(boards[i]) else {}
     return boards, [ends[i] for i in range(len(boards))]
-
-
-def environment_question(model, start, board, uci):
-    """Asked with the board as python-chess sees it: until the first untrue answer the model has written the same."""
-    history = [*start.history, *(move.uci() for move in board.move_stack), uci][-10:]
-    prompt = rewards.environment_prompt(board.fen(), uci, history, rewards.chess_format(model.config))
-    return rewards.Question("environment", prompt, rewards.transition(board.fen(), uci))
 
 
 def start_stockfish(skill, nodes):
@@ -115,13 +102,10 @@ def result(board, end):
 def count(opponent, boards, ends):
     """{row: [(value, weight) of each game]}; a figure is the sum of the values divided by the sum of the weights."""
     lengths = [(len(board.move_stack), 1) for board in boards]
-    illegal, untrue = ([(end == reason, 1) for end in ends] for reason in (ILLEGAL, UNTRUE))
+    illegal = [(end == ILLEGAL, 1) for end in ends]
     if opponent == "self":
         moves = [(bad, bad + good) for (bad, _), (good, _) in zip(illegal, lengths)]
         return {"half-moves before an illegal one": lengths, "illegal moves": moves}
-    if opponent == "loop":
-        ended = {"ended by an illegal move": illegal, "ended by an untrue answer": untrue}
-        return {"half-moves before a deviation": lengths} | ended
     white = {"1-0": 1, "0-1": 0, "1/2-1/2": 0.5}
     points = [abs((not has_white(i)) - white[result(*game)]) for i, game in enumerate(zip(boards, ends))]
     score, lost = [(p, 1) for p in points], [(p == 0, 1) for p in points]
@@ -138,7 +122,7 @@ def main():
     p = argparse.ArgumentParser("python -m tools.games", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", help="a model folder or hub id")
-    p.add_argument("--opponent", choices=["self", "loop", "stockfish"], default="self", help="loop: its environment")
+    p.add_argument("--opponent", choices=["self", "stockfish"], default="self")
     p.add_argument("--games", type=number(int, 1), default=100, help="how many")
     p.add_argument("--start", choices=["held-out", "initial"], default="held-out", help="initial: as chess begins")
     p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
@@ -158,7 +142,7 @@ def main():
     figures, pgn = {}, ""
     for t in dict.fromkeys(a.temperature):
         starts = held or [START] * (a.games if t or opponent else 1)  # all would be the same game
-        boards, ends = play(model, starts, t, a.opponent == "loop", opponent)
+        boards, ends = play(model, starts, t, opponent)
         rows = count(a.opponent, boards, ends)
         figures[f"T={t:g}, n={len(boards)}"] = {row: monitor.interval(*zip(*column)) for row, column in rows.items()}
         for i, (board, end) in enumerate(zip(boards, ends)):
