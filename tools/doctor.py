@@ -50,15 +50,32 @@ def norm(tensors):
     return torch.stack([tensor.float().norm() for tensor in tensors]).norm().item()
 
 
+def prepare(count):
+    """A model and `count` questions, as the settings name them."""
+    hardware.flush_denormals()
+    device = parallel.start(hardware.choose_device(train.DEVICE), 1)
+    dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
+    model = GPT.load(train.MODEL or train.task.start_model()).to(device).use(dtype)
+    items, _ = train.task.load(train.DATA, model.config)
+    if len(items) < count:
+        refuse(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
+    return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
+
+
+def ask(model, questions):
+    """What a step has before its update: (Batch, Answers) of each kind."""
+    sampler, noise = model.cast(model.dtype), train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
+    for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise):
+        yield batch, graded(train.task, part, STEP)
+
+
 def examine(model, reference, optimizer, questions):
     """The checks one by one, as far as the batch gets. `model` is updated."""
     yield (found := weights(model))
     if found.figures["broken"]:
         return
     yield computing(model, questions[0])
-    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
-    rollouts = sample(model.cast(model.dtype), questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise)
-    rollouts = [(batch, graded(train.task, answers, STEP)) for batch, answers in rollouts]
+    rollouts = list(ask(model, questions))
     samples = [answer for _, part in rollouts for answer in part]
     check_grades(samples)
     batches = [train.compare(batch, part) for batch, part in rollouts]
@@ -191,14 +208,7 @@ def rewards(samples, batches):
 
 def main():
     settings.finish("python -m tools.doctor")
-    hardware.flush_denormals()
-    device = parallel.start(hardware.choose_device(train.DEVICE), 1)
-    dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
-    model = GPT.load(train.MODEL or train.task.start_model()).to(device).use(dtype)
-    items, _ = train.task.load(train.DATA, model.config)
-    if len(items) < train.BATCH_POSITIONS:
-        refuse(f"DATA={train.DATA} has {len(items)} items, fewer than BATCH_POSITIONS={train.BATCH_POSITIONS}.")
-    questions = make_questions(train.task, items, train.BATCH_POSITIONS, random.Random(train.SEED), model.config)
+    model, questions = prepare(train.BATCH_POSITIONS)
     reference = train.make_reference(model) if train.KL_COEF else None
     wrong = []
     for name, sentence, figures in examine(model, reference, train.make_optimizer(model), questions):

@@ -11,7 +11,6 @@ Nothing is trained or written. docs/signal.md says what to read from it.
 """
 
 import math
-import random
 import time
 from collections import defaultdict
 from unittest.mock import patch
@@ -21,23 +20,22 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from nanorook import settings
-from nanorook.settings import heading, refuse, setting
+from nanorook.settings import heading, setting
 
 if __name__ == "__main__":
     settings.read_user()  # before train's first setting
 
 import train
 from model import GPT
-from nanorook import hardware, parallel
 from nanorook.monitor import interval
-from nanorook.task import check_grades, earned, graded, make_questions
-from rollout import Batch, sample
+from nanorook.task import check_grades, earned
+from rollout import Batch
+from tools.doctor import ask, prepare
 
 heading("Signal")
 QUESTIONS = setting("QUESTIONS", 64, "asked about, of each kind as many as a step of this size has", low=3)
 REFERENCE = setting("REFERENCE", "", "where MODEL is trained: the model its KL is to (at the start it has no gradient)")
 
-STEP = 10**9  # beyond all warm-ups
 SKETCH = 65537  # numbers that stand for a gradient; odd, so that the entries of one column do not meet
 SET = "as set"
 TEMPERATURES = 0.7, 1.3  # times that of the settings
@@ -87,15 +85,6 @@ def projection(model):
         return torch.cat([sketch, flat.square().sum()[None]]).cpu()
 
     return project
-
-
-def ask(model, questions):
-    """What a step has before its update: (Batch, Answers) of each kind."""
-    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
-    for batch, answers in sample(
-        model.cast(model.dtype), questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise
-    ):
-        yield batch, graded(train.task, answers, STEP)
 
 
 def ways(answers):
@@ -161,16 +150,10 @@ def report(found, kinds, seconds):
 
 def main():
     settings.finish("python -m tools.signal")
-    hardware.flush_denormals()
-    device = parallel.start(hardware.choose_device(train.DEVICE), 1)
-    dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
-    source = train.MODEL or train.task.start_model()
-    model = GPT.load(source).to(device).use(dtype)
+    model, questions = prepare(QUESTIONS)
+    device, dtype = model.wte.weight.device, model.dtype
     reference = GPT.load(REFERENCE).to(device).cast(dtype) if REFERENCE and train.KL_COEF else None
-    items, _ = train.task.load(train.DATA, model.config)
-    if len(items) < QUESTIONS:
-        refuse(f"DATA={train.DATA} has {len(items)} items, fewer than QUESTIONS={QUESTIONS}.")
-    questions = make_questions(train.task, items, QUESTIONS, random.Random(train.SEED), model.config)
+    source = train.MODEL or train.task.start_model()
     print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, "
           f"SEED={train.SEED}\n", flush=True)  # fmt: skip
 
