@@ -46,7 +46,7 @@ task                    = task_file.load(TASK)
 
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; empty: the task's own start model")
-DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, a file (own lines, RookWorld's, FEN, EPD, PGN), or hub:...")
+DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, or a file (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "decides questions and samples: runs with one SEED have the same random numbers at each step", low=0, high=2**32 - 1)

@@ -6,7 +6,6 @@ with its file, its number and what was expected there.
 
 import gzip
 import io
-import itertools
 import logging
 import re
 import sys
@@ -198,9 +197,9 @@ def read_game(game, number):
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-BAD_SHARE = 0.01  # of a file's lines (or of a PGN's games) may be unusable; with more, the file is refused
-HUB_LINES = 100_000  # read from a dataset on the hub
-HUB_BAD_SHARE = 0.1  # RookWorld's data has games that continue after an illegal move or a king's capture
+# Of a file's lines (or of a PGN's games) so many may be unusable; with more, the file is refused. RookWorld's data has
+# games that continue after an illegal move or a king's capture.
+BAD_SHARE = 0.1
 logging.getLogger("chess.pgn").setLevel(logging.CRITICAL)  # python-chess would print each bad game, too
 
 
@@ -214,33 +213,14 @@ def read_text(path):
         refuse(f"{path}: expected a file of positions, but it cannot be read ({error}).")
 
 
-def hub_lines(name):
-    """The first HUB_LINES of a dataset on the hub, from the `text` column of its first file of training data.
-    RookWorld's seven million lines are in random order, so the first ones are a fair sample; all take 10 GB of memory.
-    """
-    first = "data/train-00000-of-*.parquet"
-    try:
-        from huggingface_hub import snapshot_download
-        from pyarrow.parquet import ParquetFile
-
-        [file] = Path(snapshot_download(name, repo_type="dataset", allow_patterns=first)).glob(first)
-        batches = ParquetFile(file).iter_batches(columns=["text"])
-        return list(itertools.islice((line for batch in batches for line in batch["text"].to_pylist()), HUB_LINES))
-    except Exception as error:  # offline, unknown, private, without such a file or pyarrow: each raises another class
-        refuse(f"hub:{name}: {first} cannot be read: {type(error).__name__} {error}")
-
-
 def load(source):
-    """The positions of `builtin`, of a file (text or PGN, gzipped or not), or of `hub:owner/dataset`."""
-    source, kind, read, bad_share = str(source), "line", read_line, BAD_SHARE
-    if source.startswith("hub:"):
-        entries, bad_share = hub_lines(source[4:]), HUB_BAD_SHARE
-    else:
-        text = read_text(BUILTIN if source == "builtin" else source)
-        entries = text.splitlines()
-        if text.lstrip().startswith("[") or re.search(r"\.pgn(\.gz)?$", source.lower()):
-            file = io.StringIO(text)
-            kind, read, entries = "game", read_game, list(iter(lambda: chess.pgn.read_game(file), None))
+    """The positions of `builtin`, or of a file: text or PGN, gzipped or not."""
+    source, kind, read = str(source), "line", read_line
+    text = read_text(BUILTIN if source == "builtin" else source)
+    entries = text.splitlines()
+    if text.lstrip().startswith("[") or re.search(r"\.pgn(\.gz)?$", source.lower()):
+        file = io.StringIO(text)
+        kind, read, entries = "game", read_game, list(iter(lambda: chess.pgn.read_game(file), None))
     positions, bad = [], []
     for number, entry in enumerate(entries, 1):
         try:
@@ -248,7 +228,7 @@ def load(source):
         except ValueError as error:
             bad.append(f"{kind} {number}: {error}")
     count = f"{len(bad)} of {len(entries)} {kind}s"
-    if len(bad) > bad_share * len(entries):
+    if len(bad) > BAD_SHARE * len(entries):
         refuse(f"{source}, {bad[0]} ({count} cannot be used).")
     if not positions:
         refuse(f"{source}: expected positions, found none.")

@@ -195,33 +195,12 @@ def test_pgn(tmp_path, name):
 )
 def test_bad_games_are_left_out_if_they_are_few(tmp_path, capsys, caplog, bad):
     good = '[Event "x"]\n\n1. e4 e5\n2. Nf3 *\n\n'
-    (tmp_path / "few.pgn").write_text(good * 200 + bad + "\n\n" + good)
+    (tmp_path / "few.pgn").write_text(good * 20 + bad + "\n\n" + good)
     assert len(P.load(tmp_path / "few.pgn")) == 3
-    assert capsys.readouterr().err.startswith(f"{tmp_path}/few.pgn: left out 1 of 202 games") and not caplog.text
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/few.pgn: left out 1 of 22 games") and not caplog.text
     (tmp_path / "many.pgn").write_text(good + "\n\n" + bad)
     with pytest.raises(SystemExit, match="many.pgn, game 2: expected .*1 of 2 games"):
         P.load(tmp_path / "many.pgn")
-
-
-def test_hub_dataset(positions, tmp_path, monkeypatch, capsys):
-    """In a cache of the hub's own client, which is offline in the tests."""
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    repo = tmp_path / "datasets--jrahn--rookworld_7m"
-    folder = repo / "snapshots" / ("0" * 40) / "data"
-    folder.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("0" * 40)
-    lines = [policy_line(p, p.moves[0][0]) for p in positions[:300]] + ["?"] * 10
-    parquet.write_table(pyarrow.table({"text": lines}), folder / "train-00000-of-00003.parquet")
-    assert [p.fen for p in P.load("hub:jrahn/rookworld_7m")] == [p.fen for p in positions[:300]]
-    assert "left out 10 of 310 lines" in capsys.readouterr().err
-
-
-def test_a_hub_that_cannot_be_reached_is_one_sentence():
-    with pytest.raises(SystemExit, match="^error: hub:nobody/nothing: data/.* cannot be read: ") as error:
-        P.load("hub:nobody/nothing")
-    assert "\n" not in str(error.value)
 
 
 # Bad files
@@ -256,5 +235,5 @@ def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys,
     lines, odd = [P.write_position(position) for position in positions[:990]], "8/8/8 w - - 0 1;;a1a2:1"
     assert P.load(save(tmp_path / "few", [*lines[:500], odd, *["?"] * 8, *lines[500:]])) == positions[:990]
     assert "few: left out 9 of 999 lines" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"many, line 501: expected .*\(11 of 1001 lines"):
-        P.load(save(tmp_path / "many", lines[:500] + ["?"] * 11 + lines[500:]))
+    with pytest.raises(SystemExit, match=r"many, line 501: expected .*\(111 of 1101 lines"):
+        P.load(save(tmp_path / "many", lines[:500] + ["?"] * 111 + lines[500:]))
