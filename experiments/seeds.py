@@ -4,8 +4,8 @@
     python -m experiments.seeds OUT --task examples/letters.py --seeds 3 --controls 3 EVAL_EVERY=10         two minutes
 
 Each run is train.py in OUT/seed-N, each control (CONTROL=1: all advantages are zero) in OUT/control-N. OUT/seeds.json
-has their figures, and what is in it is not run again; OUT/seeds.png shows those of --curves. A control of the default
-settings does not move, so one is enough; settings with a gradient of their own need as many as there are seeds.
+has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names. A control of the
+default settings does not move, so one is enough; settings with a gradient of their own need as many as there are seeds.
 An interval is that of the mean over the seeds, each of which draws its own training questions and answers, also those
 of the evaluation. They share their held-out questions, EVAL_POSITIONS in number.
 """
@@ -73,7 +73,7 @@ def table(runs, controls):
 
 
 def pyplot():
-    """To draw into files. Only ./test.sh installs it, so it is loaded after all else is done."""
+    """To draw into files. Only ./test.sh installs it."""
     try:
         import matplotlib
     except ImportError:
@@ -109,7 +109,7 @@ def main():
     p.add_argument("--task", default="rewards.py")
     p.add_argument("--seeds", type=number(int, 1), default=5)
     p.add_argument("--controls", type=number(int, 1), default=1)
-    p.add_argument("--curves", nargs="+", metavar="NAME", help="such as 'policy legal T=0'; else the rewards")
+    p.add_argument("--curves", nargs="+", metavar="NAME", help="also draw figures, such as 'policy legal T=0'")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()
     out = a.out.resolve()
@@ -127,9 +127,9 @@ def main():
                 record(file, known)
             found[kind].append(known["runs"][name])
     runs, controls = found.values()
-    rewards = [name for name in list(runs[0]["skill"].values())[0] if " reward T=" in name]
     print(table(runs, controls), flush=True)
-    draw(runs, controls, a.curves or rewards, out / "seeds.png")
+    if a.curves:
+        draw(runs, controls, a.curves, out / "seeds.png")
 
 
 if __name__ == "__main__":

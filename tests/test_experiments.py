@@ -31,15 +31,18 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
 
     monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(run=run))
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # as after ./train.sh alone
+        seeds.main()
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--curves", "policy reward T=0"])
     for _ in range(2):
         seeds.main()
         assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out
         assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as after ./train.sh alone
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
         seeds.main()
-    assert "| policy reward T=0 | 50.0 | 70.0 |" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
     with pytest.raises(SystemExit):
         seeds.main()
