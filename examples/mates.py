@@ -23,7 +23,7 @@ from nanorook import positions
 from nanorook.stockfish import MATE
 from nanorook.task import Grade, Question
 
-DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.0, EVAL_POSITIONS=1000)
+DEFAULTS = dict(STEPS=100, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.0, EVAL_POSITIONS=1000)
 DEFAULTS |= dict(EVAL_EVERY=0, OUT_DIR="runs/mates")
 LIMITS = {"mates": 6, "moves": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 start_model = rewards.start_model
