@@ -1,15 +1,16 @@
 """The task: what is asked, what is true, what an answer is worth. This file is chess; TASK=FILE.py names another one,
 and nanorook/task.py says what such a file provides.
 
-Chess has two kinds of questions:
+Chess has two kinds of questions, and the policy two more, of which the answer is its first candidate alone:
 
     policy        P: a position             ->  five candidate moves, their evaluations, the best of them
     environment   A: a position and a move  ->  the next position, reward, terminated, truncated
+    moves         P: a position  M:         ->  a move
+    mates         P: a position  M:         ->  a move that mates
 
-The truth about a policy comes from Stockfish's labels, the truth about the environment from python-chess.
+Stockfish's labels know which moves are good, python-chess all the rest.
 """
 
-import math
 import re
 from functools import lru_cache
 
@@ -23,15 +24,17 @@ from nanorook.stockfish import Labeller
 from nanorook.task import Grade, Question
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.3, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.125, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
+MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.8, "share of policy questions that ask for the first candidate alone, half of them where a move mates", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "limit of a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
-REWARD_WARMUP_STEPS        = setting("REWARD_WARMUP_STEPS", 0, "steps over which the reward's weight moves from structure to content", low=0)
 # fmt: on
 
 DEFAULTS = {}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
+LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
+MATES = positions.BUILTIN.with_name("mates.txt.gz")
 ILLEGAL_SHARE = 1 / 3  # of the moves that are asked about; with fewer, the model stops recognising them
 
 
@@ -49,12 +52,26 @@ def load(source, config):
     return positions.split(found)
 
 
+@lru_cache(1)
+def load_mates():
+    """Positions with a mate in one, of those to train on and of those held out."""
+    fens = positions.read_text(MATES).splitlines()  # which examples/mates.py made of verified positions
+    return positions.split(positions.Position(fen, (), ()) for fen in fens)
+
+
 def make_questions(items, count, rng, config):
-    """First environment questions, then policy questions, about different positions."""
+    """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
-    chosen = [*map(positions.drawn, rng.sample(items, min(count, len(items))))]
-    questions = [environment_question(p, rng, text_format) for p in chosen[:environment]]
-    return questions + [policy_question(p, text_format) for p in chosen[environment:]]
+    # A token of GPT-2 may hold the end of a prompt and the beginning of its answer, so none ends after "M: ".
+    first = round((count - environment) * MIX_FIRST_RATIO) if text_format in WIDTH else 0
+    mates = load_mates()[held_out(items[0].fen)] if first else []
+    mates = rng.sample(mates, min(first // 2, len(mates)))
+    chosen = [*map(positions.drawn, rng.sample(items, min(count - len(mates), len(items))))]
+    environment, policy, moves = chosen[:environment], chosen[environment : count - first], chosen[count - first :]
+    questions = [environment_question(p, rng, text_format) for p in environment]
+    questions += [policy_question(p, text_format) for p in policy]
+    questions += [first_question("moves", p, text_format) for p in moves]
+    return questions + [first_question("mates", p, text_format) for p in mates]
 
 
 def question(text, config):
@@ -66,7 +83,7 @@ def question(text, config):
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
         refuse(f"in {fen} no move is legal; ask about another position, or add a move.")
-    return policy_question(positions.Position(fen, (), labeller().label(fen)), text_format)
+    return policy_question(positions.Position(fen, (), ()), text_format)
 
 
 def typed_board(fen):
@@ -115,7 +132,30 @@ def environment_prompt(fen, move, history, text_format):
 
 
 def policy_question(position, text_format):
-    return Question("policy", policy_prompt(position.fen, text_format), position.moves)
+    return Question("policy", policy_prompt(position.fen, text_format), policy_truth(position))
+
+
+labeller = lru_cache(1)(Labeller)  # one engine, started when it is first asked
+
+
+def policy_truth(position):
+    """The legal moves, and the evaluations in pawns of the engine's five; an engine is asked where labels lack."""
+    legal = [move.uci() for move in chess.Board(position.fen).legal_moves]
+    labels = position.moves or (labeller().label(position.fen) if legal else ())
+    labels = sorted(labels, key=lambda label: -label[1])[:5]
+    return {"legal": legal, "five": {uci: cp / 100 for uci, cp in labels if uci in legal}}
+
+
+def first_question(kind, position, text_format):
+    """Asks for the first candidate alone; its truth is which moves reach each rung."""
+    board = chess.Board(position.fen)
+    rungs = {"legal": [move.uci() for move in board.legal_moves]}
+    if kind == "mates":
+        checks = [move.uci() for move in board.legal_moves if board.gives_check(move)]
+        rungs |= {"check": checks, "mate": sorted(positions.mating_moves(board))}
+    elif five := policy_truth(position)["five"]:
+        rungs |= {"top5": [*five], "best": [uci for uci in five if five[uci] == max(five.values())]}
+    return Question(kind, policy_prompt(position.fen, text_format) + "M: ", rungs, stop=" ")
 
 
 def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
@@ -173,6 +213,12 @@ POLICY_WEIGHTS = {
     "best": 0.22,
 }
 
+# Of the first candidate alone: rungs that the model reaches, each more rarely than the one before.
+FIRST_WEIGHTS = {
+    "moves": {"structure": 0.05, "legal": 0.65, "top5": 0.2, "best": 0.1},
+    "mates": {"structure": 0.05, "legal": 0.15, "check": 0.2, "mate": 0.6},
+}
+
 # The next position outweighs the other three fields together.
 ENVIRONMENT_WEIGHTS = {
     "structure": 0.1,
@@ -186,18 +232,10 @@ ENVIRONMENT_WEIGHTS = {
 }
 
 
-def grade(question, text, hit_limit=False, step=math.inf):
-    """The worth of `text`, an answer without its end token; `hit_limit` says that it had none.
-
-    In REWARD_WARMUP_STEPS weights shift: at step 0 structure and parse are all, at the end each piece has its own.
-    """
-    pieces, metrics = {"policy": grade_policy, "environment": grade_environment}[question.kind](question, text)
-    warmup = min(1.0, step / REWARD_WARMUP_STEPS) if REWARD_WARMUP_STEPS else 1.0
-    if warmup < 1:
-        weights = {"policy": POLICY_WEIGHTS, "environment": ENVIRONMENT_WEIGHTS}[question.kind]
-        form = sum(weights.get(name, 0) for name in ("structure", "parse"))
-        factors = {"malformed": 1.0} | dict.fromkeys(("structure", "parse"), (1 - warmup * (1 - form)) / form)
-        pieces = [(name, value * factors.get(name, warmup), *spans) for name, value, *spans in pieces]
+def grade(question, text, hit_limit=False):
+    """The worth of `text`, an answer without its end token; `hit_limit` says that it had none."""
+    graders = {"policy": grade_policy, "environment": grade_environment}
+    pieces, metrics = graders.get(question.kind, grade_first)(question, text)
     reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
         pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1)))
@@ -248,17 +286,6 @@ def parse_environment(text):
 
 # ---- P: the policy -----------------------------------------------------------------------------------------
 
-labeller = lru_cache(1)(Labeller)  # one engine, started when it is first asked
-
-
-@lru_cache(4096)  # the rows of a group share their prompt
-def policy_truth(prompt, labels):
-    """The legal moves, and the evaluations in pawns of the engine's five; an engine is asked where labels lack."""
-    fen = contract_board(prompt[3:].strip())
-    legal = frozenset(move.uci() for move in chess.Board(fen).legal_moves)
-    labels = labels or (labeller().label(fen) if legal else ())
-    return legal, {uci: cp / 100 for uci, cp in sorted(labels, key=lambda move: -move[1])[:5] if uci in legal}
-
 
 def pawns_apart(a, b):
     return abs(max(-MAX_PAWNS, min(MAX_PAWNS, a)) - max(-MAX_PAWNS, min(MAX_PAWNS, b)))
@@ -266,12 +293,12 @@ def pawns_apart(a, b):
 
 def grade_policy(question, text):
     """Without labels (no engine) only what the rules alone can judge is graded."""
-    legal, five = policy_truth(question.prompt, question.truth)
+    legal, five = question.truth["legal"], question.truth["five"]
     weights = POLICY_WEIGHTS
     known = ("top5", "best", "candidates") if five else ()
     metrics = dict.fromkeys(("structure", "parse", "legal", "candidates_legal", *known), 0.0)
-    if not question.truth:
-        metrics["unlabelled"] = not five
+    if not five:
+        metrics["unlabelled"] = True
 
     structure, answer = parse_policy(text)
     metrics["structure"] = structure
@@ -301,7 +328,7 @@ def grade_policy(question, text):
             (f"candidates {i}", weights["candidates"] / places * found, move_span),
             (f"evals {i}", weights["evals"] / places / (1 + errors[move]) if found else 0.0, number_span),
         ]
-    metrics["candidates_legal"] = len(legal.intersection(move for move, _ in moves)) / len(moves)
+    metrics["candidates_legal"] = len({move for move, _ in moves}.intersection(legal)) / len(moves)
     if errors:
         metrics["eval_mae"] = sum(errors.values()) / len(errors)
     if five:
@@ -318,6 +345,14 @@ def grade_policy(question, text):
         shares |= {"loss": 1 / (1 + metrics["cp_loss"]), "best": metrics["best"]}
     pieces += [(name, weights[name] * share, *best_spans) for name, share in shares.items()]
     return pieces, metrics
+
+
+def grade_first(question, text):
+    """A move and the space that ends it, paid for each rung that it reaches."""
+    move, weights = text[:-1] if text.endswith(" ") else "", FIRST_WEIGHTS[question.kind]
+    metrics = {"structure": UCI.fullmatch(move) is not None}
+    metrics |= {rung: move in moves for rung, moves in question.truth.items()}
+    return [(name, weights[name] * reached) for name, reached in metrics.items()], metrics
 
 
 # ---- A: the environment ------------------------------------------------------------------------------------

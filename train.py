@@ -50,9 +50,9 @@ DATA                    = setting("DATA", "builtin", "chess: where positions com
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "decides questions and samples: runs with one SEED have the same random numbers at each step", low=0, high=2**32 - 1)
-STEPS                   = setting("STEPS", 80, "rollout batches to learn from", low=1)
-BATCH_POSITIONS         = setting("BATCH_POSITIONS", 16, "B, prompts in a step", low=1)
-GROUP_SIZE              = setting("GROUP_SIZE", 8, "G, completions of each prompt", low=2)
+STEPS                   = setting("STEPS", 50, "rollout batches to learn from", low=1)
+BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step", low=1)
+GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
 CONTROL                 = setting("CONTROL", False, "all advantages are zero: what a run does without a reward")
@@ -69,7 +69,7 @@ CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pi
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by the deviation of their group, see grpo.advantages", one_of=("none", "group"))
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; with EPOCHS=1 it is 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
-KL_COEF                 = setting("KL_COEF", 0.01, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
+KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 
@@ -324,7 +324,7 @@ def main():
         clock.append(time.time())
 
         # Rewards and advantages
-        rollouts = [(batch, graded(task, part, step)) for batch, part in rollouts]
+        rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
         answers = parallel.gather([answer for _, part in rollouts for answer in part])
         batches = [compare(batch, part) for batch, part in rollouts]
         clock.append(time.time())

@@ -7,7 +7,6 @@ alphabet after the run, the reward has taught it. A task of your own provides th
 nanorook/task.py says what each is for.
 """
 
-import math
 import random
 import re
 from itertools import combinations
@@ -44,7 +43,7 @@ def question(text, config):
     return Question("letters", f"{' '.join(letters)} =", "".join(sorted(letters, reverse=True)))
 
 
-def grade(question, text, hit_limit=False, step=math.inf):
+def grade(question, text, hit_limit=False):
     """A little for the form, more the later the letter is in the alphabet, half of all for the last one.
 
     A graded reward teaches from the first step on: nearly all groups of answers have better and worse ones.

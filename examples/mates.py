@@ -11,74 +11,50 @@ squares (chess_format).
 """
 
 import gzip
-import math
 import sys
-from functools import lru_cache
-from pathlib import Path
-
-import chess
 
 import rewards
 from nanorook import positions
 from nanorook.stockfish import MATE
-from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=100, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.0, EVAL_POSITIONS=1000)
 DEFAULTS |= dict(EVAL_EVERY=0, OUT_DIR="runs/mates")
-LIMITS = {"mates": 6, "moves": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
+LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model = rewards.start_model
-MATES = Path(__file__).parent.parent / "data" / "mates.txt.gz"
 SHARE = 0.75  # of questions with a mate in one
-WEIGHTS = {  # rungs: each is reached more rarely than the one before, and each move on one is on all before it
-    "mates": {"structure": 0.05, "legal": 0.15, "check": 0.2, "mate": 0.6},
-    "moves": {"structure": 0.05, "legal": 0.95},
-}
+LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
 
 
 def load(source, config):
-    """Items are (kind of question, FEN). `source` has the ordinary positions."""
-    mates = [("mates", position.fen) for position in positions.load(MATES)]
-    moves = [("moves", position.fen) for position in positions.load(source)]
-    return [[item for item in mates + moves if positions.held_out(item[1]) == side] for side in (False, True)]
+    """Items are (kind of question, position). `source` has the ordinary positions."""
+    sides = zip(rewards.load_mates(), positions.split(positions.load(source)))
+    return [[("mates", p) for p in mates] + [("moves", p) for p in moves] for mates, moves in sides]
 
 
 def make_questions(items, count, rng, config):
-    mates = [fen for kind, fen in items if kind == "mates"]
-    moves = [fen for kind, fen in items if kind == "moves"]
-    chosen = [("mates", fen) for fen in rng.sample(mates, min(len(mates), round(SHARE * count)))]
-    chosen += [("moves", fen) for fen in rng.sample(moves, count - len(chosen))]
-    return [ask(kind, fen, config) for kind, fen in chosen]
+    mates = [position for kind, position in items if kind == "mates"]
+    moves = [position for kind, position in items if kind == "moves"]
+    chosen = [("mates", position) for position in rng.sample(mates, min(len(mates), round(SHARE * count)))]
+    chosen += [("moves", position) for position in rng.sample(moves, count - len(chosen))]
+    return [ask(kind, position, config) for kind, position in chosen]
 
 
-def ask(kind, fen, config):
-    prompt = rewards.policy_prompt(fen, rewards.chess_format(config)) + "M: "
-    return Question(kind, prompt, fen, stop=" ")
+def ask(kind, position, config):
+    question = rewards.first_question("mates", position, rewards.chess_format(config))
+    return question._replace(kind=kind)
 
 
 def question(text, config):
     """A FEN, typed at tools.ask."""
-    fen = rewards.typed_board(text.strip()).fen()
-    return ask("mates" if positions.mating_moves(chess.Board(fen)) else "moves", fen, config)
+    asked = ask("mates", positions.Position(rewards.typed_board(text.strip()).fen(), (), ()), config)
+    return asked if asked.truth["mate"] else asked._replace(kind="moves")
 
 
-@lru_cache(4096)  # the rows of a group share their question
-def moves_of(fen):
-    """{legal move: the rungs that it reaches}"""
-    board = chess.Board(fen)
-    mating = positions.mating_moves(board)
-    checks = {move.uci() for move in board.legal_moves if board.gives_check(move)}
-    legal = (move.uci() for move in board.legal_moves)
-    return {uci: {"legal": 1.0, "check": float(uci in checks), "mate": float(uci in mating)} for uci in legal}
-
-
-def grade(question, text, hit_limit=False, step=math.inf):
-    """One move and the space that ends it. Where not all moves of a group are on the same rung, some do better."""
-    move = text.removesuffix(" ")
-    structure = {"structure": float(text != move and rewards.UCI.fullmatch(move) is not None)}
-    rungs = dict.fromkeys(("legal", "check", "mate"), 0.0) | moves_of(question.truth).get(move, {})
-    metrics = structure | (rungs if structure["structure"] else dict.fromkeys(rungs, 0.0))
-    weights = WEIGHTS[question.kind]
-    return Grade(tuple((name, weight * metrics[name]) for name, weight in weights.items()), metrics)
+def grade(question, text, hit_limit=False):
+    found = rewards.grade(question._replace(kind="mates"), text)
+    if question.kind == "mates":
+        return found
+    return found._replace(pieces=tuple((name, weight * found.metrics[name]) for name, weight in LEGAL.items()))
 
 
 def make(out, files):

@@ -8,7 +8,6 @@ does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluen
 a question as OCaml, but as often with a wrong operator, order or type, or with parentheses forgotten or left open.
 """
 
-import math
 import operator
 import random
 from itertools import permutations, product
@@ -74,7 +73,7 @@ def write(item, choose):
     return " " + code
 
 
-def grade(question, text, hit_limit=False, step=math.inf):
+def grade(question, text, hit_limit=False):
     """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run."""
     verdict = judge(HEAD + text, TESTS)
     passed = [result == wanted for result, wanted in zip(verdict.results, question.truth)]

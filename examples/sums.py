@@ -7,7 +7,6 @@ calculate; but it reads a number as it is, as one less or as one more, each as o
 eighth answer. Two careless steps may cancel out (7+3=10, 10-5=5): the result is right and the working is not.
 """
 
-import math
 import random
 import re
 from itertools import accumulate, product
@@ -62,7 +61,7 @@ def question(text, config):
     return Question("sums", text, [int(text[0]), *((SIGNS[word], int(number)) for word, number in events)])
 
 
-def grade(question, text, hit_limit=False, step=math.inf):
+def grade(question, text, hit_limit=False):
     """SUMS_REWARD=result: 1 for the right number after ####, as is usual on GSM8K. SUMS_REWARD=steps: most of it is for
     the steps, each judged on its own: does it go on from what was written, with the question's next number?"""
     total, *events = question.truth

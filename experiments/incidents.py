@@ -55,9 +55,9 @@ def endless(model, *args):
     return generate(model, *args)
 
 
-def capped(question, text, hit_limit, step):
+def capped(question, text, hit_limit):
     """What hits its limit is worth 0.05 at most."""
-    found = grade(question, text, False, step)
+    found = grade(question, text)
     return found._replace(pieces=(("capped", min(found.reward, 0.05)),)) if hit_limit else found
 
 
@@ -67,10 +67,10 @@ def cliff(*args):
     return found._replace(pieces=(("best", 1.0 if found.metrics.get("best") else -1.0),))
 
 
-def blind(question, text, hit_limit, step):
+def blind(question, text, hit_limit):
     """A verifier that looks for an answer at the beginning of the text and does not see how, or whether, it ends."""
     answer = re.match(r"M: .*? B: [a-h][1-8][a-h][1-8]", text)
-    return grade(question, answer[0] if answer else text, False, step)
+    return grade(question, answer[0] if answer else text)
 
 
 def dropout(source):

@@ -54,9 +54,8 @@ class Task(Protocol):
     def make_questions(self, items: list, count: int, rng: Random, config) -> list[Question]:
         """`count` questions about some of the items, the same for the same rng."""
 
-    def grade(self, question: Question, text: str, hit_limit: bool, step: float) -> Grade:
-        """What an answer is worth, 1 where it is perfect. `text` is without the end token; `hit_limit`: it had none.
-        `step` counts from 0, for a reward that changes during a run; an evaluation gives infinity."""
+    def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
+        """What an answer is worth, 1 where it is perfect. `text` is without the end token; `hit_limit`: it had none."""
 
     # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
 
@@ -108,8 +107,8 @@ def checked(task, questions):
     return questions
 
 
-def graded(task, answers, step=math.inf):
-    return [a._replace(grade=task.grade(a.question, a.text, a.hit_limit, step)) for a in answers]
+def graded(task, answers):
+    return [a._replace(grade=task.grade(a.question, a.text, a.hit_limit)) for a in answers]
 
 
 def check_grades(answers):

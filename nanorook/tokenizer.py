@@ -91,10 +91,6 @@ class Tokenizer:
             refuse(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
         return cls({gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}, gpt2.eot_token, words=True)
 
-    def stops(self, text):
-        """The tokens that hold `text`."""
-        return [i for i, token in self.token_bytes.items() if text.encode() in token]
-
 
 def tokenizer_files(ranks, eos, words):
     """tokenizer.json and tokenizer_config.json for transformers, for a tokenizer that came without files."""

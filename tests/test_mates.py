@@ -1,6 +1,7 @@
 """The task of mates in one: its data, its rungs, its short answers."""
 
 import random
+from types import SimpleNamespace
 
 import chess
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from examples import mates
 from model import GPT
 from nanorook import positions, task
-from nanorook.task import Question
 from rollout import sample
 
 FOOLS = "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2"  # d8h4 mates
@@ -21,16 +21,17 @@ def sides():
 
 
 def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides):
-    train, held_out = ([fen for kind, fen in side if kind == "mates"] for side in sides)
+    train, held_out = ([p.fen for kind, p in side if kind == "mates"] for side in sides)
     assert len(train) > 12_000 and len(held_out) > 1_000
     for fen in random.Random(0).sample(train + held_out, 300):
         assert positions.mating_moves(chess.Board(fen))
-    boards = [{positions.board_key(fen) for _, fen in side} for side in sides]
+    boards = [{positions.board_key(p.fen) for _, p in side} for side in sides]
     assert not boards[0] & boards[1]
 
 
 def worth(fen, text, kind="mates"):
-    return mates.grade(Question(kind, "", fen, " "), text).reward
+    config = SimpleNamespace(extra={"chess_format": "expanded"})
+    return mates.grade(mates.ask(kind, positions.Position(fen, (), ()), config), text).reward
 
 
 def test_each_rung_pays_more_than_the_one_before():

@@ -63,10 +63,10 @@ def board_of(prompt):
 @pytest.mark.parametrize("text_format", TOKENIZERS)
 def test_every_text_is_a_perfect_answer(text_format):
     both = [*LABELLED[0], *map(texts.mirror, LABELLED[0])]
-    drawn, labels = draw(2000, text_format), {p.fen: p.moves for p in both}
+    drawn, known = draw(2000, text_format), {p.fen: p for p in both}
     for prompt, answer in drawn["policy"]:
-        grade = rewards.grade(rewards.Question("policy", prompt, labels[board_of(prompt).fen()]), answer)
-        assert grade.reward == pytest.approx(1)
+        question = rewards.policy_question(known[board_of(prompt).fen()], text_format)
+        assert question.prompt == prompt and rewards.grade(question, answer).reward == pytest.approx(1)
     first = [answer.split("M: ")[1].startswith(answer.split("B: ")[1]) for _, answer in drawn["policy"]]
     assert all(first) or text_format == "rookworld" and any(first)  # it alone lists moves in random order
     for prompt, answer in drawn["environment"]:

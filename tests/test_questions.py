@@ -2,6 +2,7 @@
 
 import collections
 import random
+from types import SimpleNamespace
 
 import chess
 import pytest
@@ -129,3 +130,40 @@ def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
     for position in train[:500] + reaching[:200]:
         question = rewards.environment_question(position, rng, "rookworld")
         assert not P.held_out(question.prompt[3:].split("+")[0]) and not P.held_out(question.truth[0])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_the_labels(positions, side):
+    items, config = P.split(positions)[side], SimpleNamespace(extra={"chess_format": "expanded"})
+    asked = rewards.make_questions(items, 100, random.Random(0), config)
+    kinds = [q.kind for q in asked]
+    first = round((100 - kinds.count("environment")) * rewards.MIX_FIRST_RATIO)
+    assert kinds.count("mates") == first // 2 and kinds.count("moves") == first - first // 2
+    for question in asked:
+        if question.kind not in ("moves", "mates"):
+            continue
+        fen = P.contract_board(question.prompt[3:].removesuffix("M: ").strip())
+        board, rungs = chess.Board(fen), dict(question.truth)
+        assert P.held_out(fen) == bool(side) and rungs.pop("legal") == [move.uci() for move in board.legal_moves]
+        for uci in rungs.get("mate", ()):
+            after = chess.Board(fen)
+            after.push_uci(uci)
+            assert after.is_checkmate() and uci in rungs["check"]
+        worth = [rewards.grade(question, f"{moves[0]} ").reward for moves in ([["a1a1"]] + [*question.truth.values()])]
+        assert worth[-1] == 1 and rewards.grade(question, f"{rungs.popitem()[1][0]}x").reward == 0
+    config = SimpleNamespace(extra={})  # RookWorld-LM's, whose tokens do not end after "M: "
+    assert {q.kind for q in rewards.make_questions(items, 100, random.Random(0), config)} == {"policy", "environment"}
+
+
+def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(monkeypatch):
+    monkeypatch.setattr(rewards, "labeller", lambda: SimpleNamespace(label=lambda fen: ()))
+    labels = (("g1f1", 50), ("g1h1", 20))
+    for kind, moves, ladder in (
+        ("moves", ("g1g7 ", "f2f3 ", "g1h1 ", "g1f1 "), [0.05, 0.4, 0.75, 1.0]),
+        ("mates", ("g1g7 ", "f2f3 ", "a1a8 "), [0.05, 0.2, 1.0]),
+    ):
+        question = rewards.first_question(kind, Position(MATE_IN_ONE, (), labels), "expanded")
+        assert [rewards.grade(question, text).reward for text in moves] == ladder
+        assert {rewards.grade(question, text).reward for text in ("", " ", "g1f1", "M: g1f1 ", "g1f1  ")} == {0}
+    unknown = rewards.first_question("moves", Position(MATE_IN_ONE, (), ()), "expanded")
+    assert rewards.grade(unknown, "f2f3 ")[:1] == ((("structure", 0.05), ("legal", 0.35)),)

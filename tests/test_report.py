@@ -27,13 +27,14 @@ def chess_samples():
     policy = rewards.policy_question(POSITION, "expanded")
     environment = rewards.environment_question(POSITION._replace(asked="e2e4"), random.Random(0), "expanded")
     right = texts.environment_completion(*environment.truth, "expanded")
-    answers = {
-        policy: ("M: e2e4 h2h4 a1a5 E: 0.4 0.1 0.2 B: a1a5", "M: e2e4 d2d4 E: 0.4 0.3 B: e2e4"),
-        environment: (right.replace("PPPP.PPP", "PPPPPPPQ"), right),
-        policy._replace(prompt=policy.prompt + " "): (HOSTILE, HOSTILE),
-    }
+    answers = (
+        (policy, ("M: e2e4 h2h4 a1a5 E: 0.4 0.1 0.2 B: a1a5", "M: e2e4 d2d4 E: 0.4 0.3 B: e2e4")),
+        (environment, (right.replace("PPPP.PPP", "PPPPPPPQ"), right)),
+        (policy._replace(prompt=policy.prompt + " "), (HOSTILE, HOSTILE)),
+        (rewards.first_question("moves", POSITION, "expanded"), ("h2h4 ", "e2e4 ")),
+    )
     for stage, step in enumerate((0, STEPS)):
-        for question, said in answers.items():
+        for question, said in answers:
             grade = rewards.grade(question, said[stage], False)
             row = {"step": step, "completion": said[stage], "reward": grade.reward}
             yield row | question._asdict() | grade._asdict()
@@ -142,7 +143,7 @@ def test_every_metric_of_any_task_is_shown(tmp_path):
 
 
 def test_boards_show_how_good_a_move_is_and_what_is_wrong():
-    before, environment, _, after, right, _ = chess_samples()
+    before, environment, _, first, after, right, _, taught = chess_samples()
 
     def arrows(sample):
         return re.findall('<line [^>]*stroke="(.*?)"[^>]*class="arrow"', report.board(sample))
@@ -150,6 +151,7 @@ def test_boards_show_how_good_a_move_is_and_what_is_wrong():
     faint = "59"
     assert arrows(before) == [report.BEST + faint, report.LEGAL + faint, report.ILLEGAL]
     assert arrows(after) == [report.BEST, report.FIVE + faint]
+    assert arrows(first) == [report.LEGAL + faint] and arrows(taught) == [report.BEST + faint]
     assert arrows(environment) == arrows(right) == [report.LEGAL]
     assert [len(re.findall("<rect[^>]*#dc2626", report.board(one))) for one in (environment, right)] == [2, 0]
     other_tasks = [{"prompt": p, "truth": None} for p in ("P: ", f"A: {START}", f"P: {START}", f"A: {START}+e9")]

@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import time
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import chess
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import rewards
 import train
+from nanorook.positions import Position
 from rewards import ENVIRONMENT_WEIGHTS, MALFORMED, POLICY_WEIGHTS, Question, grade
 from rollout import Answer, Batch
 from tools import texts
@@ -44,7 +45,7 @@ def answer(moves, numbers, best, rest=""):
 
 def policy(text, fen=START, labels=None, text_format="rookworld", **how):
     labels = label(fen) if labels is None else labels
-    return grade(Question("policy", rewards.policy_prompt(fen, text_format), labels), text, **how)
+    return grade(rewards.policy_question(Position(fen, (), labels), text_format), text, **how)
 
 
 def environment(text, fen=START, move="e2e4", text_format="rookworld", **how):
@@ -57,8 +58,7 @@ def engine(monkeypatch):
     """The engine that is asked where labels lack. It knows no move, if a test does not teach it."""
     engine = Mock(label=Mock(return_value=()))
     monkeypatch.setattr(rewards, "labeller", lambda: engine)
-    yield engine
-    rewards.policy_truth.cache_clear()
+    return engine
 
 
 # Invariant 7: any text has a reward
@@ -83,11 +83,10 @@ def damaged(draw):
 
 
 @settings(quick, max_examples=600)
-@given(fragments() | damaged(), st.booleans(), st.booleans(), st.sampled_from([0, 3, math.inf]))
-def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit, labelled, step):
-    with patch.object(rewards, "REWARD_WARMUP_STEPS", 10):
-        results = [policy(text, labels=label(START) if labelled else (), hit_limit=hit_limit, step=step)]
-        results.append(environment(text, hit_limit=hit_limit, step=step))
+@given(fragments() | damaged(), st.booleans(), st.booleans())
+def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit, labelled):
+    results = [policy(text, labels=label(START) if labelled else (), hit_limit=hit_limit)]
+    results.append(environment(text, hit_limit=hit_limit))
     for result in results:
         assert type(result.reward) is float and MALFORMED == -0.3 <= result.reward <= 1
         assert {type(value) for value in result.metrics.values()} == {float}
@@ -198,14 +197,12 @@ def rungs(fen, labels):
 
 
 @pytest.mark.parametrize("fen", FENS)
-@pytest.mark.parametrize("step", [1, math.inf])
-def test_each_rung_is_worth_more_than_the_one_below(monkeypatch, fen, step):
+def test_each_rung_is_worth_more_than_the_one_below(fen):
     """Malformed < structure < readable < legal < one of the five < best, whatever is said beside it."""
-    monkeypatch.setattr(rewards, "REWARD_WARMUP_STEPS", 100)
     labels = label(fen)
     below, order = -math.inf, ("structure", "parse", "legal", "top5", "best")
     for reached, (name, answers) in enumerate(rungs(fen, labels).items()):
-        grades = [policy(text, fen, labels, step=step) for text in answers]
+        grades = [policy(text, fen, labels) for text in answers]
         if grades:  # with few legal moves none is outside the five
             assert min(g.reward for g in grades) > below, name
             below = max(g.reward for g in grades)
@@ -281,11 +278,12 @@ def test_the_best_move_is_best_for_the_side_to_move():
     assert all(policy(answer(["a2a3"], [0], uci), labels=equal).metrics["best"] == 1 for uci in ("d2d4", "e2e4"))
 
 
-def test_an_engine_is_asked_once_where_labels_lack(engine):
+def test_an_engine_is_asked_where_labels_lack(engine):
     engine.label.side_effect = label
     for text in GOOD, "M: e2e4 E: 0 B: e2e4":
         assert policy(text, labels=()).pieces == policy(text).pieces
-    engine.label.assert_called_once_with(START)  # the rows of a group share their position
+    engine.label.assert_called_with(START)
+    assert engine.label.call_count == 2  # never where there are labels
 
 
 def test_without_an_engine_the_ladder_ends_at_legal():
@@ -377,14 +375,3 @@ def test_the_runaway_penalty_keeps_the_order():
         assert runaway == (free if free <= 0 else pytest.approx(0.3 * free))
     assert len(pairs) > 50 and all(a[1] < b[1] for a, b in itertools.pairwise(pairs))
     assert pairs[0][0] == MALFORMED and pairs[-1][0] == 1
-
-
-def test_warmup_moves_weight_from_structure_to_content(monkeypatch):
-    monkeypatch.setattr(rewards, "REWARD_WARMUP_STEPS", 8)
-    assert policy("M: E: B:", step=0).reward == pytest.approx(1 / 3)
-    assert policy(answer(["a1a1"], [0], "a1a1", " x"), step=0).reward == 1  # the structure is all that counts
-    assert environment("x+0+1+1", step=0).reward == 1
-    for task, text in spread():
-        found = [task(text, step=step).reward for step in (0, 2, 4, 8)]
-        assert found == sorted(found, reverse=True)  # ever less is given for structure alone
-        assert found[-1] == task(text).reward

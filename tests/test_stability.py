@@ -8,6 +8,7 @@ import importlib
 import math
 import random
 import types
+from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import train
 from model import GPT
 from nanorook import monitor, parallel, settings
 from nanorook.positions import Position
-from nanorook.run import STEP
+from nanorook.run import STEP, Run
 from rollout import generate
 from train import compare
 
@@ -138,15 +139,10 @@ def test_kl_explosion(bug, toy_run, monkeypatch, tmp_path):
 
 def inject(patch, stage, steps):
     """NaN at one stage of the steps named."""
-    now = {"step": -1}
-    graded, adamw = train.graded, torch.optim.AdamW.step
+    runs, hold, adamw = [], Run.hold, torch.optim.AdamW.step
 
     def bad(value, at):
-        return value * math.nan if at == stage and now["step"] in steps else value
-
-    def grading(task, answers, step=-1):
-        now["step"] = step
-        return graded(task, answers, step)
+        return value * math.nan if at == stage and runs[-1].step in steps else value
 
     def comparing(*args):
         b = compare(*args)
@@ -164,7 +160,7 @@ def inject(patch, stage, steps):
             moments["exp_avg"] = bad(moments["exp_avg"], "optimizer")
         return adamw(self, *args)
 
-    patch(train, "graded", grading)
+    patch(Run, "hold", lambda run: runs.append(run) or hold(run))
     patch(train, "compare", comparing)
     patch(train, "compiled_score", lambda: score)
     patch(parallel, "sum_gradients", gradient)
@@ -301,23 +297,25 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
     def chess(**changes):
         settings.GIVEN["arguments"] = {name: str(value) for name, value in changes.items()}
         importlib.reload(rewards)
-        config = types.SimpleNamespace(extra={})
-        kinds = [q.kind for q in rewards.make_questions([Position(FEN, (), MOVES)] * 10, 10, random.Random(0), config)]
-        malformed = rewards.grade(QUESTION, ANSWER.replace("B: f1b5", "B: a1a8"), step=0).reward
-        return kinds.count("environment"), rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True).reward, malformed
+        config = types.SimpleNamespace(extra={"chess_format": "expanded"})
+        asked = rewards.make_questions([Position(FEN, (), MOVES)] * 20, 20, random.Random(0), config)
+        kinds = Counter(question.kind for question in asked)
+        return kinds, rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True).reward
 
-    changes = dict(MIX_ENV_RATIO=0.8, MAX_NEW_TOKENS=7, MAX_NEW_TOKENS_ENV=8, REWARD_WARMUP_STEPS=10)
-    found = chess(**changes, RUNAWAY_PENALTY_MULTIPLIER=0.5)
-    assert found == (8, {"policy": 7, "environment": 8}, pytest.approx(0.5), pytest.approx(1))  # at first form is all
-    environment, limits, runaway, illegal = chess()
-    assert environment == 3 and runaway < 0.5 and illegal < 0.9
+    changes = dict(MIX_ENV_RATIO=0.4, MIX_FIRST_RATIO=0.5, MAX_NEW_TOKENS=7, MAX_NEW_TOKENS_ENV=8)
+    kinds, limits, runaway = chess(**changes, RUNAWAY_PENALTY_MULTIPLIER=0.5)
+    assert kinds == {"environment": 8, "policy": 6, "moves": 3, "mates": 3} and runaway == pytest.approx(0.5)
+    assert limits == {"policy": 7, "environment": 8, "moves": 6, "mates": 6}
+    assert chess(MIX_FIRST_RATIO=0)[0] == {"environment": 6, "policy": 14}
+    kinds, _, runaway = chess()
+    assert len(kinds) == 4 and runaway == pytest.approx(0.3)
 
 
 def test_every_setting_is_known_to_do_something():
     """A new setting joins CHANGES, or this list with the test that sees its effect."""
     elsewhere = {
         "TASK", "MODEL", "NPROC", "COMPILE", "MICROBATCH_TOKENS", "REPORT_TO", "RUN_NAME", "DEVICE",
-        "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER", "REWARD_WARMUP_STEPS",
+        "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER", "MIX_FIRST_RATIO",
         "OUT_DIR", "RECOVERY_LR_FACTOR", "FRESH",  # in test_train.py
         "MAX_CONSECUTIVE_NANS",  # test_recovery_gives_up_with_words
     }  # fmt: skip

@@ -24,7 +24,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def questions(tiny):
     held_out = rewards.load("builtin", tiny.config)[1]
-    return rewards.make_questions(held_out, 24, random.Random(0), tiny.config)
+    return rewards.make_questions(held_out, 60, random.Random(0), tiny.config)
 
 
 def test_it_is_small_and_opens_in_transformers(tiny, questions):
@@ -43,9 +43,12 @@ def test_ideal_answers_fit_behind_its_prompts(tiny, questions):
     text_format = rewards.chess_format(tiny.config)
     for kind, prompt, truth, _ in questions:
         if kind == "policy":
-            answer = texts.policy_completion(rewards.contract_board(prompt[3:].strip()), truth, text_format)
-        else:
+            labels = [(uci, round(100 * pawns)) for uci, pawns in truth["five"].items()]
+            answer = texts.policy_completion(rewards.contract_board(prompt[3:].strip()), labels, text_format)
+        elif kind == "environment":
             answer = texts.environment_completion(*truth, text_format)
+        else:
+            answer = max(truth["legal"], key=len) + " "
         prompt, answer = map(tiny.tokenizer.encode, (prompt, answer))
         assert len(answer) < rewards.LIMITS[kind] and len(prompt) + len(answer) < tiny.config.n_positions
 

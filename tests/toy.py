@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 import os
 import random
 import runpy
@@ -41,7 +40,7 @@ def make_questions(items, count, rng, config):
     ]
 
 
-def grade(question, text, hit_limit=False, step=math.inf):
+def grade(question, text, hit_limit=False):
     """Even characters are good, and the first one should be low."""
     pieces = [("even", sum(ord(c) % 2 == 0 for c in text) / 7)]
     pieces += [("first", (ord(text[0]) % 8) / 16, (0, 1))] if text else []
@@ -71,7 +70,7 @@ def batches(policy, questions):
 
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, 0)
     parts = train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise)
-    return [train.compare(batch, train.graded(train.task, answers, 0)) for batch, answers in parts]
+    return [train.compare(batch, train.graded(train.task, answers)) for batch, answers in parts]
 
 
 def set_all(patch, values, task=sys.modules[__name__]):

@@ -27,7 +27,6 @@ from nanorook.settings import refuse
 from nanorook.task import check_grades, graded, make_questions
 from rollout import microbatches, read, sample
 
-STEP = 10**9  # beyond all warm-ups
 UPDATES = 5  # on the same batch
 
 
@@ -66,7 +65,7 @@ def ask(model, questions):
     """What a step has before its update: (Batch, Answers) of each kind."""
     sampler, noise = model.cast(model.dtype), train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
     for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise):
-        yield batch, graded(train.task, part, STEP)
+        yield batch, graded(train.task, part)
 
 
 def examine(model, reference, optimizer, questions):
@@ -168,7 +167,7 @@ def truths(questions, samples):
     known = [question for question in questions if question.truth]
     kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
     stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
-    # The engine may have been asked while an answer was graded; then the answer's metrics say if it knew.
+    # Where a truth has only what the rules know, the answer's metrics say so.
     unknown = int(sum(s.grade.metrics.get("unlabelled", not s.question.truth) for s in samples)) // train.GROUP_SIZE
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},

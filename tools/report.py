@@ -265,12 +265,14 @@ UCI = re.compile("[a-h][1-8][a-h][1-8][qrbn]?")
 def board(sample):
     """A chess answer on a board: the moves after `P: FEN`, the next position after `A: FEN+move+...`; else nothing."""
     try:
-        fen, *asked = sample["prompt"][3:].strip().split("+")
+        fen, *asked = sample["prompt"][3:].removesuffix("M: ").strip().split("+")
         shown, wrong = chess.Board(contract_board(fen)), {}
         colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn
         if sample["prompt"].startswith("P: "):
-            five = dict(sample["truth"][:5])
-            colours |= {move: BEST if value == max(five.values()) else FIVE for move, value in five.items()}
+            truth = {"five": {}} | sample["truth"]
+            best = [move for move, value in truth["five"].items() if value == max(truth["five"].values())]
+            colours |= dict.fromkeys([*truth["five"], *truth.get("top5", ()), *truth.get("check", ())], FIVE)
+            colours |= dict.fromkeys([*best, *truth.get("best", ()), *truth.get("mate", ())], BEST)
             listed, _, best = sample["completion"].partition("B:")
             moves = dict.fromkeys(UCI.findall(listed), "59") | dict.fromkeys(UCI.findall(best)[:1], "")  # opacity
         else:
