@@ -56,13 +56,8 @@ def advantages(values, group_size, scale="none"):
     result = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
-    return result.masked_fill(all_equal(groups)[:, None], 0).flatten(0, 1)
-
-
-def all_equal(groups):
-    """Which groups (B, G, ...) have one value only -> (B, ...); frac_zero_std in logs. Their advantages are exactly 0:
-    rounding of the mean leaves a rest, which scale="group" would divide by nearly 0."""
-    return groups.amax(1) - groups.amin(1) <= 1e-6
+    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # rounding of their mean leaves a rest, divided by nearly 0
+    return result.masked_fill(alike[:, None], 0).flatten(0, 1)
 
 
 def token_advantages(advantages, judged):

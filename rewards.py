@@ -110,25 +110,21 @@ def chess_format(config):
     return name
 
 
-def write_fen(fen, text_format):
-    return expand_board(fen) if text_format in WIDTH else fen
-
-
-def write_prompt(prefix, text, text_format):
-    text = prefix + text
+def write_prompt(prefix, fen, rest, text_format):
     if text_format not in WIDTH:
-        return text
+        return prefix + fen + rest
+    text = prefix + expand_board(fen) + rest
     tokens = len(re.sub("[a-h][1-8]", "x", text)) if text_format == "squares" else len(text)
     return text + " " * (WIDTH[text_format][prefix] - tokens)
 
 
 def policy_prompt(fen, text_format):
-    return write_prompt("P: ", write_fen(fen, text_format), text_format)
+    return write_prompt("P: ", fen, "", text_format)
 
 
 def environment_prompt(fen, move, history, text_format):
     """`history` ends with `move`."""
-    return write_prompt("A: ", f"{write_fen(fen, text_format)}+{move}+{' '.join(history)}+", text_format)
+    return write_prompt("A: ", fen, f"+{move}+{' '.join(history)}+", text_format)
 
 
 def policy_question(position, text_format):
@@ -175,11 +171,9 @@ def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE
 
 
 def transition(fen, move):
-    """What the rules say of `move`: (next FEN, reward, terminated, truncated), in the convention of RookWorld's data.
-
-    An illegal move leaves the position as it was. Draws are those that end a game without a claim: stalemate, bare
-    material, 75 moves. (A fivefold repetition takes 16 half-moves, more than the ten that a prompt shows.)
-    """
+    """What the rules say of `move`: (next FEN, reward, terminated, truncated), in the convention of RookWorld's data. An
+    illegal move leaves the position as it was. Draws are those that end a game without a claim: stalemate, bare
+    material, 75 moves. (A fivefold repetition takes 16 half-moves, more than the ten that a prompt shows.)"""
     board = chess.Board(fen)
     if move not in {legal.uci() for legal in board.legal_moves}:
         return fen, -1.0, False, True

@@ -103,7 +103,7 @@ def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
     page.write_text(re.sub("<meta http-equiv=.*?>", "", text).replace("</html>", LOOK))
     for width in (1200, 500):
         title = re.search("<title>(.*?)</title>", chromium(page.as_uri(), f"--window-size={width},900")[0])[1]
-        assert json.loads(unescape(title)) == {"inside": True, "overflow": False, "strangers": 0, "boards": 6}
+        assert json.loads(unescape(title)) == {"inside": True, "overflow": False, "strangers": 0, "boards": 8}
 
     page.write_text(text.replace("<main>", "<main><script>document.title = 'owned'</script>"))
     dom, console = chromium(page.as_uri())
@@ -179,7 +179,7 @@ def test_two_runs_side_by_side(run, tmp_path):
     text = page.read_text()
     assert '<div class="values2"><dt>LR</dt><dd>0.0001 | 0.0003</dd>' in text and text.count('"values2"') == 1
     assert panels(text)["Gradient norm"] == ["A grad_norm", "B grad_norm"]
-    assert text.count('class="card"') == 3 and text.count("<figcaption>A before</figcaption>") == 3
+    assert text.count('class="card"') == 4 and text.count("<figcaption>A before</figcaption>") == 4
 
 
 def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):

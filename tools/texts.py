@@ -37,7 +37,8 @@ def policy_completion(fen, moves, text_format):
 
 
 def environment_completion(next_fen, reward, terminated, truncated, text_format):
-    return f"{rewards.write_fen(next_fen, text_format)}+{reward}+{int(terminated)}+{int(truncated)}"
+    fen = positions.expand_board(next_fen) if text_format in rewards.WIDTH else next_fen
+    return f"{fen}+{reward}+{int(terminated)}+{int(truncated)}"
 
 
 def policy_text(position, rng, text_format):
