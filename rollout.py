@@ -69,8 +69,8 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
                 refuse(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                        f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
             uniform = None if noise is None else noise[part, :, : max(room)].flatten(0, 1)  # (N, T)
-            stop, tokens = asked[0].stop.encode(), model.tokenizer.token_bytes
-            stops = [token for token in tokens if stop and stop in tokens[token]]
+            stop = asked[0].stop.encode()
+            stops = [i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token]
             batch = generate(model, prompts, group_size, room, temperature, uniform, stops, graph)
             lengths = batch.completion_mask.sum(1).tolist()
             texts = [read(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]

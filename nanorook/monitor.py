@@ -112,8 +112,6 @@ def progress_line(past, steps, evaluation_seconds):
     kinds = [f"{name.split('/')[0]} {value:.2f}" for name, value in m.items() if name.split("/")[1:] == ["reward"]]
     rewards = f"reward {m['reward']:.3f}" + f" ({', '.join(kinds)})" * (len(kinds) > 1)
     kl, state = f" kl {m['kl']:.4f}" if "kl" in m else "", f"● {m['state']}"
-    if sys.stdout.isatty():
-        state = f"\033[{ {'red': 31, 'green': 32, 'yellow': 33}[m['state']] }m{state}\033[0m"
     line = f"step {m['step']}/{steps} {rewards}{kl} zero-std {m['frac_zero_std']:.0%} {left} left {state}"
     return line + (f"\n  {m['advice']}" if m["advice"] else "")
 
