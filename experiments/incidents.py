@@ -27,7 +27,11 @@ from nanorook import monitor
 
 SMALL = dict(BATCH_POSITIONS=8, GROUP_SIZE=4, LR=1e-4, WARMUP_STEPS=0, LR_SCHEDULE="constant", DTYPE="float32")
 SMALL |= dict(EVAL_EVERY=0, SAVE_EVERY=1000)
-SHORT = [(rewards, "MIX_ENV_RATIO", 0.0), (rewards, "LIMITS", {"policy": 80, "environment": 80})]
+SHORT = [
+    (rewards, "MIX_ENV_RATIO", 0.0),
+    (rewards, "MIX_FIRST_RATIO", 0.0),
+    (rewards, "LIMITS", {"policy": 80, "environment": 80}),
+]
 SHORT += [(train, "evaluate", lambda *_: {})]
 PLAIN = dict(CREDIT="answer", KL_COEF=0.0)  # rewards of whole answers are all that has a gradient
 SGD = dict(LR=3e-3)

@@ -306,7 +306,7 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
     kinds, limits, runaway = chess(**changes, RUNAWAY_PENALTY_MULTIPLIER=0.5)
     assert kinds == {"environment": 8, "policy": 6, "moves": 3, "mates": 3} and runaway == pytest.approx(0.5)
     assert limits == {"policy": 7, "environment": 8, "moves": 6, "mates": 6}
-    assert chess(MIX_FIRST_RATIO=0)[0] == {"environment": 6, "policy": 14}
+    assert chess(MIX_FIRST_RATIO=0)[0] == {"environment": 2, "policy": 18}
     kinds, _, runaway = chess()
     assert len(kinds) == 4 and runaway == pytest.approx(0.3)
 
