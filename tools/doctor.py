@@ -180,8 +180,10 @@ def completions(model, batch, samples):
     """Whether the mask and the tokens of a batch are those of the answers that were graded."""
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = {name.split(" ", 1)[1]: value for name, (value, _) in monitor.intervals(samples).items()}
-    eos, expected = model.tokenizer.eos, len(batch.prompts) * train.GROUP_SIZE
-    ends = sum((row.count(eos), row[-1:].count(eos)) != (not s.hit_limit,) * 2 for row, s in zip(rows, samples))
+    stop, expected = samples[0].question.stop.encode(), len(batch.prompts) * train.GROUP_SIZE
+    ending = {model.tokenizer.eos, *(i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token)}
+    marks = [[token in ending for token in row] for row in rows]
+    ends = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(read(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
