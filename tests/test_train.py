@@ -18,7 +18,8 @@ from toy import ROOT, user_runs
 def chess_run(tmp_path_factory, few_positions):
     """A run of the embedded model, with settings from the arguments and the environment."""
     out = tmp_path_factory.mktemp("chess") / "out"
-    arguments = "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0 WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2"
+    arguments = "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0"
+    arguments += " WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2"
     started = "train.py", *arguments.split(), f"DATA={few_positions}"
     result = user_runs(*started, OUT_DIR=str(out), SAVE_EVERY="1", MODELS="/srv/models")
     assert result.returncode == 0, result.stderr
