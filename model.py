@@ -80,18 +80,9 @@ class Attention(nn.Module):
         return self.c_proj(attend(layer, q, k, v).transpose(1, 2).reshape(N, S, C))
 
 
-def attention(q, k, v, bias):
-    """Queries (…, S, D) to keys (…, K, D). On a CPU in bf16 this is 1.5 times as fast as the fused kernel."""
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2)  # (…, S, K)
-    scores += bias.to(scores.dtype)
-    return scores.softmax(-1) @ v
-
-
-def causal_attention(q, k, v):
+def causal_attention(layer, q, k, v):
     """Each token (N, H, S, D) to itself and to those before it."""
-    if q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return attention(q, k, v, causal_bias(q.shape[2], q.device))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
@@ -166,7 +157,7 @@ class GPT(nn.Module):
     def forward(self, tokens):
         """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.trunk(tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v)))
+        return self.head(self.trunk(tokens, positions, causal_attention))
 
     def prefill(self, tokens, lengths):
         """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
@@ -178,7 +169,7 @@ class GPT(nn.Module):
         def attend(layer, q, k, v):
             keys.append(k)
             values.append(v)
-            return causal_attention(q, k, v)
+            return causal_attention(layer, q, k, v)
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         self.trunk(tokens, positions, attend)

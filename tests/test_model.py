@@ -133,7 +133,7 @@ def test_shared_prompts_equal_concatenated_ones(model, sizes, G):
     plain = torch.stack(rows)
     torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
     for a, b in zip(gradients(shared), gradients(plain)):
-        torch.testing.assert_close(a, b, atol=1e-5 * b.abs().max().item(), rtol=1e-5)
+        torch.testing.assert_close(a, b, atol=5e-5 * b.abs().max().item(), rtol=1e-5)
 
 
 # Precision
