@@ -98,7 +98,8 @@ def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     to_own += bias.to(to_own.dtype)
     weights = torch.cat([to_prompt.unflatten(2, (-1, S)), to_own], -1).softmax(-1)
     to_prompt, to_own = weights.split([prompt_k.shape[2], k.shape[3]], -1)
-    return (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (-1, S)) + to_own @ v
+    heads = (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (-1, S)) + to_own @ v  # (B, H, G, S, D)
+    return heads.transpose(1, 2).flatten(0, 1)  # (N, H, S, D)
 
 
 def causal_bias(S, device):
@@ -109,10 +110,6 @@ def causal_bias(S, device):
 def grouped(x, B):
     """Rows (N, H, S, D) as the G rows of B groups (B, H, G, S, D)."""
     return x.unflatten(0, (B, -1)).transpose(1, 2)
-
-
-def ungrouped(x):
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 class Block(nn.Module):
@@ -186,7 +183,7 @@ class GPT(nn.Module):
 
         def attend(layer, q, k, v):
             shared = prompt.keys[layer], prompt.values[layer], prompt.bias
-            return ungrouped(shared_attention(grouped(q, B), grouped(k, B), grouped(v, B), bias, *shared))
+            return shared_attention(grouped(q, B), grouped(k, B), grouped(v, B), bias, *shared)
 
         last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
         inputs = torch.cat([last, completions[:, :-1]], 1)
@@ -206,7 +203,7 @@ class GPT(nn.Module):
             own_k[:, :, :, at] = grouped(k, B).to(own_k.dtype)
             own_v[:, :, :, at] = grouped(v, B).to(own_v.dtype)
             shared = prompt.keys[layer], prompt.values[layer], prompt.bias
-            return ungrouped(shared_attention(grouped(q, B).to(own_k.dtype), own_k, own_v, bias, *shared))
+            return shared_attention(grouped(q, B).to(own_k.dtype), own_k, own_v, bias, *shared)
 
         return self.head(self.trunk(tokens, self.places(prompt, len(tokens), t), attend))[:, 0]
 

@@ -287,15 +287,10 @@ def pawns_apart(a, b):
 
 def grade_policy(question, text):
     """Without labels (no engine) only what the rules alone can judge is graded."""
-    legal, five = question.truth["legal"], question.truth["five"]
-    weights = POLICY_WEIGHTS
-    known = ("top5", "best", "candidates") if five else ()
-    metrics = dict.fromkeys(("structure", "parse", "legal", "candidates_legal", *known), 0.0)
-    if not five:
-        metrics["unlabelled"] = True
-
+    weights, legal, five = POLICY_WEIGHTS, question.truth["legal"], question.truth["five"]
     structure, answer = parse_policy(text)
-    metrics["structure"] = structure
+    metrics = {"structure": structure} | dict.fromkeys(("parse", "legal", "candidates_legal"), 0.0)
+    metrics |= dict.fromkeys(("top5", "best", "candidates"), 0.0) if five else {"unlabelled": True}
     if not structure:
         return [("malformed", MALFORMED)], metrics
     pieces = [("structure", weights["structure"])]
@@ -303,8 +298,7 @@ def grade_policy(question, text):
         return pieces, metrics
     moves, numbers, (best, best_span), rest = answer
     metrics["parse"] = 1.0
-    pieces.append(("parse", weights["parse"]))
-    pieces.append(("clean", weights["clean"] * (not rest)))
+    pieces += [("parse", weights["parse"]), ("clean", weights["clean"] * (not rest))]
 
     # Each place in the list is worth the same, and a longer list makes each worth less: listing more moves pays no more.
     wanted = min(5, len(legal))

@@ -136,11 +136,15 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
             counter.add_(1)
 
         next_step()  # the first one loads the libraries, which must not happen in a capture
-        replay = capture(next_step, device) if graph and T > 1 else next_step
+        if graph and T > 1:  # the hundred kernels of a step are launched as one
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.device(device), torch.cuda.graph(captured):
+                next_step()
+            next_step = captured.replay
         for t in range(1, T):
             if t % CHECK_EVERY == 0 and not alive.any():
                 break
-            replay()
+            next_step()
     else:
         for t in range(T):
             if t % GROW_BY == 0:
@@ -170,14 +174,6 @@ def rows_to_keep(alive):
     if len(groups) * width > 0.75 * alive.numel():
         return None
     return groups, alive[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
-
-
-def capture(step, device):
-    """One decoding step as a CUDA graph: its hundred kernels are launched as one."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 class Cache(NamedTuple):

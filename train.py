@@ -122,11 +122,8 @@ def forward(model, batch):
 @functools.cache
 def compiled_score():
     """GPT.score, compiled for policy and reference alike: compiled code rounds differently, and KL must start at 0."""
-    return (
-        torch.compile(GPT.score, dynamic=True)
-        if hardware.compiles(COMPILE, hardware.choose_device(DEVICE))
-        else GPT.score
-    )
+    wanted = hardware.compiles(COMPILE, hardware.choose_device(DEVICE))
+    return torch.compile(GPT.score, dynamic=True) if wanted else GPT.score
 
 
 def objective(logprobs, batch, normalizer):

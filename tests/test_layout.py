@@ -51,7 +51,7 @@ def test_each_file_keeps_to_the_rules(file):
     assert not re.search(r"torch\.(ops|_C)\b", text)
 
 
-def test_a_step_is_read_in_nine_files_and_960_lines(tmp_path, monkeypatch, few_positions):
+def test_a_step_is_read_in_nine_files_and_950_lines(tmp_path, monkeypatch, few_positions):
     """Whole functions and methods that the second step of a run of chess calls, counted by syntax tree; and how many
     calls lie between the loop and the model."""
     texts, ran, calls, written = {str(ROOT / file): text for file, text in TEXTS.items()}, set(), {}, []
@@ -83,5 +83,5 @@ def test_a_step_is_read_in_nine_files_and_960_lines(tmp_path, monkeypatch, few_p
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if any(ran_file == file and first <= line <= node.end_lineno for ran_file, line in ran):
                 lines[file, node.name, first] = node.end_lineno - first + 1
-    assert len({file for file, *_ in lines}) <= 9 and sum(lines.values()) <= 960
+    assert len({file for file, *_ in lines}) <= 9 and sum(lines.values()) <= 950
     assert calls == {"decode": 4, "score": 3}
