@@ -51,7 +51,7 @@ class Answer(NamedTuple):
     grade: Any = None  # the task's Grade
 
 
-def sample(model, questions, group_size, limits, temperature=1.0, noise=None, rows=None, graph=True):
+def sample(model, questions, group_size, limits, temperature=1.0, noise=None, rows=None):
     """Samples `group_size` answers to each question: yields (Batch, its Answers), each of one kind of question and of
     about `rows` rows at most. A kind's questions keep their order.
 
@@ -71,7 +71,7 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
             uniform = None if noise is None else noise[part, :, : max(room)].flatten(0, 1)  # (N, T)
             stop = asked[0].stop.encode()
             stops = [i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token]
-            batch = generate(model, prompts, group_size, room, temperature, uniform, stops, graph)
+            batch = generate(model, prompts, group_size, room, temperature, uniform, stops)
             lengths = batch.completion_mask.sum(1).tolist()
             texts = [read(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
             owners = [question for question in asked for _ in range(group_size)]
@@ -88,12 +88,11 @@ def read(tokenizer, tokens):
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, stops=(), graph=True):
+def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, stops=()):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
     `limits` are the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(limits)),
-    drawn here if there are none. A row ends with the end token or one of `stops`. `graph=False`: no CUDA graph, so that
-    hooks on the model run at every token.
+    drawn here if there are none. A row ends with the end token or one of `stops`.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
@@ -136,7 +135,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
             counter.add_(1)
 
         next_step()  # the first one loads the libraries, which must not happen in a capture
-        if graph and T > 1:  # the hundred kernels of a step are launched as one
+        if T > 1:  # the hundred kernels of a step are launched as one
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.device(device), torch.cuda.graph(captured):
                 next_step()
