@@ -90,7 +90,7 @@ def new_model(args):
 
 def hidden(model, tokens):  # (R, S) -> (R, S, C)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return model.trunk(tokens, positions, lambda layer, q, k, v: causal_attention(q, k, v))
+    return model.trunk(tokens, positions, causal_attention)
 
 
 class Muon(torch.optim.Optimizer):
