@@ -66,7 +66,8 @@ def table(runs, controls):
         if all(name in skill for run in runs + controls for skill in run["skill"].values()):
             form = ".2f" if name.split(" ")[1] in PAWNS else ".1f"
             pairs = figures(runs, name)
-            gains = [with_interval([b - a for a, b in figures(some, name)], f"+{form}") for some in (runs, controls)]
+            gains = [[b - a for a, b in figures(some, name)] for some in (runs, controls)]
+            gains = [with_interval(some, f"+{form}") if some else "" for some in gains]
             ends = [f"{statistics.fmean(values):{form}}" for values in zip(*pairs)]
             lines.append(f"| {name} | {' | '.join(ends + gains)} |")
     return "\n".join(lines)
@@ -89,7 +90,8 @@ def draw(runs, controls, names, path):
     size = 4.2 * len(names), 3.4
     figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
     for axis, name in zip(axes[0], names):
-        for some, colour, label in ((controls, "0.5", "without a reward"), (runs, "C0", "GRPO")):
+        drawn = [(controls, "0.5", "without a reward")] if controls else []
+        for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
             curves = [[100 * skill[name][0] for skill in run["skill"].values()] for run in some]
             for curve in curves:
@@ -108,7 +110,7 @@ def main():
     p.add_argument("out", type=Path)
     p.add_argument("--task", default="rewards.py")
     p.add_argument("--seeds", type=number(int, 1), default=5)
-    p.add_argument("--controls", type=number(int, 1), default=1)
+    p.add_argument("--controls", type=number(int, 0), default=1)
     p.add_argument("--curves", nargs="+", metavar="NAME", help="also draw figures, such as 'policy legal T=0'")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()

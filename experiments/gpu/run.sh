@@ -132,7 +132,7 @@ if [ -n "${TINY:-}" ]; then
     label="--positions 100 --nodes 100 --workers 1"
     tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 120 --eval-positions 2 --workers 1 --dtype float32"
     tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
-    gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=240
+    gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=40
     table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5"
     grpo_tiny=$grpo grpo_gpt2=$grpo
