@@ -144,11 +144,3 @@ class Labeller:
         if self.engine:
             self.engine.close()
         self.engine = None
-
-
-def run(main):
-    """A program whose engine may die under it."""
-    try:
-        main()
-    except EngineError as error:
-        refuse(f"Stockfish {error}.")

@@ -156,4 +156,7 @@ def main():
 
 
 if __name__ == "__main__":
-    stockfish.run(main)
+    try:
+        main()
+    except stockfish.EngineError as error:
+        refuse(f"Stockfish {error}.")
