@@ -5,7 +5,6 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from nanorook.settings import refuse
@@ -14,59 +13,43 @@ from nanorook.tokenizer import TOKENIZER_FILES
 # Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
-HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
 
 
 def fetch(source):
     """The folder of a model: `source` itself, or the hub's files in the local cache."""
     if Path(source).is_dir():
         return Path(source)
-    owner = str(source).split("/")[0]  # where this is a folder of ours, the rest was mistyped
-    if owner in ("out", "runs", "weights") or Path(owner).is_dir() or not re.fullmatch(HUB_ID, str(source)):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         refuse(f"{source}: there is no such folder; a model on the hub is named owner/name.")
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "model*.safetensors", *TOKENIZER_FILES]
     try:
-        folder = Path(snapshot_download(source, allow_patterns=patterns))
-        if not any(folder.glob("model*.safetensors")):
-            folder = Path(snapshot_download(source, allow_patterns=[*patterns, "pytorch_model.bin"]))
+        return Path(snapshot_download(source, allow_patterns=["config.json", "model*.safetensors", *TOKENIZER_FILES]))
     except Exception as error:  # offline, unknown, private, full disk: each raises another class
         refuse(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {error}")
-    return folder
-
-
-def read_json(path):
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds something else")
-        return content
-    except (ValueError, OSError, RecursionError) as error:
-        refuse(f"{path}: expected a JSON object, in a folder as transformers saves it ({error}).")
 
 
 def read_weights(folder):
-    """All tensors by name, from safetensors (one file or several parts), or from pytorch_model.bin; no code is run."""
-    whole, parts = folder / "model.safetensors", sorted(folder.glob("model-*-of-*.safetensors"))
-    files = [whole] if whole.exists() else parts or sorted(folder.glob("pytorch_model.bin"))
+    """All tensors by name, from one file of safetensors or several."""
+    files, weights = sorted(folder.glob("model*.safetensors")), {}
     if not files:
-        refuse(f"{folder}: there are no weights (model.safetensors or pytorch_model.bin).")
-    weights = {}
+        refuse(f"{folder}: there is no model.safetensors; transformers' from_pretrained and save_pretrained make one "
+               "of other formats.")  # fmt: skip
     for file in files:
         try:
-            tensors = torch.load(file, "cpu", weights_only=True) if file.suffix == ".bin" else load_file(file)
-            if not all(map(torch.is_tensor, tensors.values())):
-                raise ValueError("a dictionary of tensors is expected")
-        except Exception as error:  # an unpickler may raise anything
-            refuse(f"{file}: damaged, missing or not a file of weights: {type(error).__name__} {error}")
-        weights.update(tensors)
+            weights |= load_file(file)
+        except Exception as error:  # of safetensors, or of the disk
+            refuse(f"{file}: damaged or not a file of weights: {type(error).__name__} {error}")
     return weights
 
 
 def read_config(folder, kind):
     """config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
-    file, content, defaults = folder / "config.json", read_json(folder / "config.json"), asdict(kind())
+    file, defaults = folder / "config.json", asdict(kind())
+    try:
+        content = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, OSError) as error:
+        refuse(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
     del defaults["extra"]
     values = {name: content.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
