@@ -1,6 +1,5 @@
 """What a model runs on: the device, the dtype of its matrix products, whether it is compiled."""
 
-import re
 import shutil
 import timeit
 from functools import partial
@@ -12,14 +11,11 @@ from nanorook.settings import refuse
 
 def choose_device(name="auto"):
     """The device of that name; auto: cuda if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
-    if not found:
-        refuse(f"{name} is no device to train on; use auto, cpu, cuda or cuda:1.")
-    if name != "cpu" and int(found[1] or 0) >= torch.cuda.device_count():
-        refuse(f"there is no {name}: this machine has {torch.cuda.device_count()} usable GPU(s); use auto or cpu.")
-    return torch.device(name)
+    gpus = torch.cuda.device_count()
+    usable = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"] if gpus else ["cpu"]
+    if name not in ("auto", *usable):
+        refuse(f"this machine has no device {name} to train on; use auto, {', '.join(usable)}.")
+    return torch.device(usable[0] if name == "auto" else name)
 
 
 def flush_denormals():
