@@ -123,7 +123,7 @@ def test_the_bound_of_the_first_kl_is_that_of_the_precision():
 def test_a_process_works_on_the_gpu_that_is_asked_for(gpu, name, expected):
     device = parallel.start(hardware.choose_device(name), 1)
     assert str(device) == expected and torch.cuda.current_device() == device.index
-    with pytest.raises(SystemExit, match="there is no cuda:2"):
+    with pytest.raises(SystemExit, match="no device cuda:2 to train on"):
         parallel.start(torch.device("cuda:2"), 1)
 
 
