@@ -11,7 +11,6 @@ from model import GPTConfig
 from rollout import generate
 from tools import bench
 
-CONFIG = GPTConfig(97, 160, 64, 3, 4, eos_token_id=-1)
 CPU = torch.device("cpu")
 SMALL = {"config": GPTConfig(257, 160, 32, 2, 2, eos_token_id=256), "prompts": 2, "group": 2, "new": 5}
 
@@ -28,30 +27,20 @@ def small(monkeypatch):
 
 def test_a_small_run_reports_what_it_promises(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "TRL", {"TRL, float32": bench.TRL["TRL, float32"]})
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
-        bench.main()
-        return capsys.readouterr().out
-
-    said = run("W1", "W4", "--runs", 2, "--json", tmp_path / "out.json")
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert "W1 W4 --runs 2" in result["machine"]["command"] and set(result["workloads"]) == {"W1", "W4"}
-    w = result["workloads"]["W4"]
+    monkeypatch.setattr(sys, "argv", ["bench", "W1", "W4", "--runs", "2", "--json", f"{tmp_path}/out.json"])
+    bench.main()
+    workloads = json.loads((tmp_path / "out.json").read_text())["workloads"]
+    w = workloads["W4"]
     assert w["tokens_per_second"] == pytest.approx(2 * 2 * 5 / w["seconds"]) and len(w["rounds"]) == 2
-    assert w["ratios"]["TRL, float32"] > 0
-    assert len(result["workloads"]["W1"]["ratios"]) == 3 and "TRL, float32 takes" in said
-
-    said = run("W3", "--runs", 1, "--only", "nanorook", "--dtype", "bfloat16")
-    assert "bfloat16\n" in said and said.count("  nanorook ") == 2 and "TRL" not in said
+    assert w["ratios"]["TRL, float32"] > 0 and "TRL, float32 takes" in capsys.readouterr().out
+    assert len(workloads["W1"]["ratios"]) == 3
 
 
 def test_ratios_are_medians_of_rounds():
     """The machine gets slower from round to round, and once halts in the middle of a round."""
     rounds = [{"nanorook": a, "peer": b} for a, b in ((1.0, 3.0), (2.0, 6.0), (4.0, 40.0))]
-    found = bench.summary(rounds, bench.Workload("", CONFIG, 2, 2, 5))
-    assert found["ratios"] == {"peer": 3.0}
-    assert found["seconds"] == 2.0 and found["tokens_per_second"] == 5 * 4 / 2
+    found = bench.summary(rounds, bench.Workload("", None, 2, 2, 5))
+    assert found["ratios"] == {"peer": 3.0} and found["seconds"] == 2.0 and found["tokens_per_second"] == 5 * 4 / 2
 
 
 def test_transformers_completes_the_same_prompts_with_the_same_weights(small, monkeypatch, tmp_path):

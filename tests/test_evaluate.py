@@ -14,12 +14,10 @@ import rewards
 from nanorook import monitor, positions
 from test_games import answer_by, answer_of, true_environment
 from tools import evaluate, games, texts
-from toy import user_runs
 
 POSITIONS = positions.load("builtin")[:6000]
 HELD_OUT = positions.split(POSITIONS)[1]
 LABELS = {position.fen: position.moves for position in POSITIONS}
-MATE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"  # a1a8
 
 
 def perfect_policy(fen):
@@ -88,20 +86,16 @@ def test_of_sixteen_answers_one_may_be_right(measure):
     assert "pass@k" not in measure(some=some)
 
 
-def test_mates_are_held_out_and_complete():
+def test_mates_are_held_out_and_complete_and_bigbench_games_are_read(tmp_path):
     found = dict(evaluate.find_mates(POSITIONS, 12))
     assert len(found) == 12
     for fen, mating in found.items():
         board, mate = chess.Board(fen), chess.Termination.CHECKMATE
         expected = {move.uci() for move in board.legal_moves if positions.game_end(board.copy(), move) == mate}
         assert positions.held_out(fen) and mating == expected and expected
-
-
-def test_bigbench_games_are_read(tmp_path):
-    file = tmp_path / "task.json"
     example = {"input": "1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4.", "target": "Qxf7#", "target_scores": {"Qxf7#": 1}}
-    file.write_text(json.dumps({"name": "checkmate_in_one", "examples": [example]}))
-    [(fen, mating)] = evaluate.read_bigbench(file)
+    (tmp_path / "task.json").write_text(json.dumps({"name": "checkmate_in_one", "examples": [example]}))
+    [(fen, mating)] = evaluate.read_bigbench(tmp_path / "task.json")
     assert mating == {"h5f7"} and fen.startswith("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq")
 
 
@@ -119,41 +113,21 @@ def test_figures_and_differences_are_those_computed_by_hand():
     assert monitor.interval(evaluate.spread(uneven)) == pytest.approx(evaluate.figure(uneven))
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path, byte_model):
+def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_model):
     for kind in rewards.LIMITS:
         monkeypatch.setitem(rewards.LIMITS, kind, 8)  # random weights answer nothing, in as many tokens as they may
-    byte_model.save(tmp_path / "one")
-    byte_model.save(tmp_path / "two")
-    data = tmp_path / "some.txt"
-    data.write_text("".join(positions.write_position(position) + "\n" for position in HELD_OUT[:6]))
-
-    def command(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
-        evaluate.main()
-        return capsys.readouterr()
-
-    return command
-
-
-def test_the_command_prints_one_model_or_compares_two(run, tmp_path):
-    out = run("one", "--data", "some.txt", "--positions", 2, "--temperature", 0, 0.7).out
-    rows = [re.split(r" *\| *", line.strip("| ")) for line in out.splitlines() if line.startswith("|")]
-    assert rows[0][-3:] == ["T=0", "T=0.7", "RookWorld-LM 124M"]
-    assert ["best move", "2", "0.0 ± 0.0 %", "0.0 ± 0.0 %", "16.6 %"] in rows
-    shown = run("one", "two", "--data", "some.txt", "some.txt", "--positions", 3, "--json", "out.json")
-    written = json.loads((tmp_path / "out.json").read_text())
+    for name in ("one", "two"):
+        byte_model.save(tmp_path / name)
+    (tmp_path / "some.txt").write_text("\n".join(map(positions.write_position, HELD_OUT[:6])))
+    monkeypatch.chdir(tmp_path)
+    command = "evaluate one two --data some.txt some.txt --positions 3 --json out.json"
+    monkeypatch.setattr(sys, "argv", command.split())
+    evaluate.main()
+    shown, written = capsys.readouterr(), json.loads((tmp_path / "out.json").read_text())
     one, two = written["models"]["one"], written["models"]["two"]
     assert one == two and one["T=0"]["policy"]["structure"] == [0, 0]
     assert one["T=1"]["self-play"]["illegal moves"] == [1, 0]
     assert written["difference"]["T=0"]["environment"]["structure"] == [0, 0]
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in shown.out.splitlines() if line.startswith("|")]
+    assert any(row[:3] == ["best move", "3", "0.0 ± 0.0 %"] and "16.6 %" in row for row in rows)
     assert " B - A |" in shown.out and shown.err == ""  # no progress where nobody watches
-
-
-def test_what_is_wrong_is_said_in_one_sentence(run, tmp_path):
-    result = user_runs("-m", "tools.evaluate", tmp_path / "nowhere")
-    assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    for wrong in (["a", "b", "c"], ["a", "--positions", 0], ["a", "--temperature", "nan"]):
-        with pytest.raises(SystemExit, match="^2$"):
-            run(*wrong)

@@ -35,9 +35,12 @@ def until(last, policy=any_move):
     return lambda fen: answer_of("e1e9") if int(fen.split()[-1]) == last else policy(fen)
 
 
-def scripted(**moves):
-    """scripted(w=[...], b=[...]) plays these moves in turn, and again from the first one."""
-    return lambda fen: answer_of(moves[fen.split()[1]][(int(fen.split()[-1]) - 1) % len(moves["w"])])
+FOOLS_MATE, REPETITION = (("f2f3", "e7e5"), ("g2g4", "d8h4")), (("g1f3", "g8f6"), ("f3g1", "f6g8"))
+
+
+def scripted(*moves):
+    """Plays these pairs of moves, and again from the first one."""
+    return lambda fen: answer_of(moves[(int(fen.split()[-1]) - 1) % len(moves)][fen.split()[1] == "b"])
 
 
 def answer_by(monkeypatch, policy=any_move, environment=true_environment):
@@ -53,26 +56,17 @@ def answer_by(monkeypatch, policy=any_move, environment=true_environment):
     monkeypatch.setattr(games, "sample", sample)
 
 
-@pytest.fixture
-def play(byte_model, monkeypatch):
-    """play(policy): {row: column} of a game from the start position."""
-
-    def make(policy):
-        answer_by(monkeypatch, policy)
-        return games.count("self", *games.play(byte_model, [START], 0.0))
-
-    return make
-
-
-def test_self_play_counts_half_moves_before_an_illegal_one_or_the_end(play):
-    def counted(half_moves, illegal):
-        lengths = {"half-moves before an illegal one": [(half_moves, 1)]}
-        return lengths | {"illegal moves": [(illegal, half_moves + illegal)]}
-
-    assert play(until(6)) == counted(10, 1)
-    assert play(lambda fen: "no answer") == counted(0, 1)
-    assert play(scripted(w=["f2f3", "g2g4"], b=["e7e5", "d8h4"])) == counted(4, 0)  # mate
-    assert play(scripted(w=["g1f3", "f3g1"], b=["g8f6", "f6g8"])) == counted(8, 0)  # the third time
+@pytest.mark.parametrize(
+    "policy, half_moves, illegal",
+    [(until(6), 10, 1), (lambda fen: "no answer", 0, 1), (scripted(*FOOLS_MATE), 4, 0), (scripted(*REPETITION), 8, 0)],
+)
+def test_self_play_counts_half_moves_before_an_illegal_one_or_the_end(
+    byte_model, monkeypatch, policy, half_moves, illegal
+):
+    answer_by(monkeypatch, policy)
+    counted = games.count("self", *games.play(byte_model, [START], 0.0))
+    assert counted["half-moves before an illegal one"] == [(half_moves, 1)]
+    assert counted["illegal moves"] == [(illegal, half_moves + illegal)]
 
 
 def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
@@ -81,11 +75,6 @@ def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
     assert games.openings([late, mated, early], 5) == [early, late] and games.openings([late, early], 1) == [early]
     copies = [early._replace(asked=move) for move in ("a1a2", "a1a3")]  # questions about one board are one opening
     assert games.openings([*copies, late, mirror(early)], 5) == [early, late]
-
-
-def test_how_many_answers_are_sampled_at_once_changes_none(byte_model):
-    questions = [rewards.Question("policy", prompt, ()) for prompt in ("P: 1", "P: 23", "P: 456")]
-    assert games.answers(byte_model, questions, 1.0, rows=1) == games.answers(byte_model, questions, 1.0, rows=2)
 
 
 @pytest.fixture
@@ -138,13 +127,3 @@ def test_games_from_the_starting_position(command, monkeypatch):
     printed, played = command("mine", "--start", "initial", "--games", 3, "--pgn", "games.pgn")
     assert [game.board().fen() for game in played] == [chess.STARTING_FEN] * 4
     assert printed["half-moves before an illegal one"] == ["4.000", "4.000 ± 0.000"]  # one game has no interval
-
-
-def test_what_is_wrong_is_said_in_one_sentence(command, monkeypatch, tmp_path):
-    wrong = "--temperature nan", "--temperature inf", "--games 0", "--skill 21", "--nodes 0", "--opponent me"
-    for arguments in (*wrong, "--start e4", "--pgn nowhere/a.pgn"):
-        with pytest.raises(SystemExit, match="^2$"):
-            command("mine", *arguments.split())
-    (tmp_path / "over.fen").write_text("7k/5Q2/6K1/8/8/8/8/8 b - - 0 1\n" * 3)
-    with pytest.raises(SystemExit, match="over.fen has no held-out position"):
-        command("mine", "--data", "over.fen")

@@ -8,49 +8,41 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from nanorook import positions
+from toy import ROOT, program
 
-ROOT = Path(__file__).parent.parent
 STAGES = "label pretrain-tiny decay-tiny pretrain-gpt2 before-tiny before-gpt2 grpo-tiny after-tiny bench".split()
 
 
 @pytest.fixture(scope="module")
-def env(bpe_folder):
-    """TINY settings, and a small byte-level BPE in the place of GPT-2's."""
+def script(bpe_folder):
+    """script("label", OUT=...) is run.sh to its end, with TINY settings and a small byte-level BPE for GPT-2's."""
     kept = {n: v for n, v in os.environ.items() if n not in ("POSITIONS", "OUT", "MINUTES")}
     tiny = {"TINY": "1", "MINUTES": "200", "PYTHON": sys.executable, "GPT2_TOKENIZER": str(bpe_folder)}
-    return kept | tiny | {"OMP_NUM_THREADS": "1"}
 
+    def run(*arguments, start=subprocess.run, **env):
+        command, env = [ROOT / "experiments/gpu/run.sh", *arguments], kept | tiny | {"OMP_NUM_THREADS": "1"} | env
+        more = dict(capture_output=True, timeout=600) if start == subprocess.run else dict(start_new_session=True)
+        return start(command, env=env, text=True, **more)
 
-def script(env, *arguments, **more):
-    command = [ROOT / "experiments/gpu/run.sh", *arguments]
-    return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=600)
-
-
-def program(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.needs("stockfish")
-def test_from_labels_to_tables_through_a_kill(env, tmp_path):
+def test_from_labels_to_tables_through_a_kill(script, tmp_path):
     """Without the stages of GPT-2 that differ from the embedded shape's in nothing but the folder."""
     out = tmp_path / "gpu"
-    env = env | {"OUT": str(out)}
-    command = [ROOT / "experiments/gpu/run.sh", "label", "pretrain-tiny"]
-    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+    first = script("label", "pretrain-tiny", start=subprocess.Popen, OUT=str(out))
     while not (out / "tiny" / "trainer.pt").exists():  # until the middle of pretraining
         assert first.poll() is None
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    second = script(env, *STAGES)
+    second = script(*STAGES, OUT=str(out))
     assert second.returncode == 0, second.stderr
     for stage in STAGES:
         assert (out / f"{stage}.done").read_text().strip() == "finished", stage
@@ -70,44 +62,23 @@ def test_from_labels_to_tables_through_a_kill(env, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.needs("stockfish")
-def test_labels_cut_by_their_limit_are_used(env, tmp_path):
+def test_labels_cut_by_their_limit_are_used(script, tmp_path):
     """What Stockfish had labelled stays; half a line, as a kill leaves it, does not."""
     slow = program(tmp_path / "slow", '[ "$1" = -m ] && exec sleep 60\nexec "$REAL" "$@"')
     few = positions.split(positions.load("builtin"))[0][:3]
     lines = [positions.write_position(position) + "\n" for position in few]
     partial = '{"nodes": 1}\n' + lines[0].strip() + "\t" + lines[1] + "\n" + lines[2][:-3]
     (tmp_path / "positions.txt.gz.partial").write_text(partial)
-    run = script(env, "label", OUT=str(tmp_path), MINUTES="0.5", PYTHON=slow, REAL=sys.executable)
+    run = script("label", OUT=str(tmp_path), MINUTES="0.5", PYTHON=slow, REAL=sys.executable)
     assert run.returncode == 0 and "label: cut by its time limit" in run.stdout, run.stderr
     assert gzip.decompress((tmp_path / "positions.txt.gz").read_bytes()).decode() == lines[0] + lines[1]
-    assert "label: cut by its time limit before" in script(env, "label", OUT=str(tmp_path)).stdout
+    assert "label: cut by its time limit before" in script("label", OUT=str(tmp_path)).stdout
 
 
-def test_of_a_run_that_was_cut_the_newest_checkpoint_is_measured(env, tmp_path):
+def test_of_a_run_that_was_cut_the_newest_checkpoint_is_measured(script, tmp_path):
     python = program(tmp_path / "python", '[ "$1" != -m ] || echo "$@"')
     for step in ("step-000050", "step-000100"):
         (tmp_path / "grpo-tiny" / step).mkdir(parents=True)
     (tmp_path / "summary.md").touch()
-    run = script(env, "after-tiny", OUT=str(tmp_path), PYTHON=python)
+    run = script("after-tiny", OUT=str(tmp_path), PYTHON=python)
     assert run.returncode == 0 and "/grpo-tiny/step-000100 " in (tmp_path / "after-tiny.log").read_text(), run.stderr
-
-
-needs_stockfish = pytest.mark.needs("stockfish")
-
-
-@pytest.mark.parametrize(
-    "arguments, change, said",
-    [
-        (["lable"], {}, "lable is no stage"),
-        ([], {"PYTHON": "echo torch"}, "has no PyTorch"),
-        ([], {"PYTHON": '[ "$3" = torch ] || echo rapidfuzz'}, "lacks rapidfuzz: install"),
-        (["label"], {"STOCKFISH_PATH": "/nowhere/stockfish"}, "STOCKFISH_PATH is /nowhere/stockfish"),
-        pytest.param(["label"], {"TINY": "", "CUDA_VISIBLE_DEVICES": ""}, "TINY=1 rehearses", marks=needs_stockfish),
-    ],
-)
-def test_what_is_missing_is_said_in_one_sentence(env, tmp_path, arguments, change, said):
-    if "PYTHON" in change:  # an interpreter that answers when it is asked which packages it lacks
-        change = {"PYTHON": program(tmp_path / "python", change["PYTHON"])}
-    run = script(env, *arguments, OUT=str(tmp_path / "out"), **change)
-    assert run.returncode == 1 and said in run.stderr and "Traceback" not in run.stderr
-    assert len(run.stderr.strip().splitlines()) == 1

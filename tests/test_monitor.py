@@ -100,26 +100,17 @@ def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
     ]
 
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
-
-
-@pytest.mark.parametrize("kind", PACKAGES)
-def test_metrics_go_to_other_logs_or_the_missing_package_is_named(kind, monkeypatch, tmp_path):
+def test_metrics_go_to_wandb_or_the_missing_package_is_named(monkeypatch, tmp_path):
     fake = MagicMock()
-    monkeypatch.setitem(sys.modules, PACKAGES[kind], fake)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     run = Run(tmp_path)
-    _, report = monitor.open_log(run, toy.model(), kind, "my run")
+    _, report = monitor.open_log(run, toy.model(), "my run")
     monitor.write_metrics(run.out, {"step": 3, "reward": 0.5, "state": "green"}, report)
-    if kind == "wandb":
-        assert fake.init.call_args.kwargs["name"] == "my run" and "LR" in fake.init.call_args.kwargs["config"]
-        assert fake.init.return_value.log.call_args_list == [call({"step": 3, "reward": 0.5}, 3)]
-    else:
-        writer = fake.SummaryWriter.return_value
-        assert "    LR=0.0002\n" in writer.add_text.call_args.args[1]
-        assert writer.add_scalar.call_args_list[1:] == [call("reward", 0.5, 3)]
-    monkeypatch.setitem(sys.modules, PACKAGES[kind], None)
-    with pytest.raises(SystemExit, match=f"pip install {kind}"):
-        monitor.reporter(kind, "", tmp_path)
+    assert fake.init.call_args.kwargs["name"] == "my run" and "LR" in fake.init.call_args.kwargs["config"]
+    assert fake.init.return_value.log.call_args_list == [call({"step": 3, "reward": 0.5}, 3)]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit, match="pip install wandb"):
+        monitor.wandb_log("my run", tmp_path)
 
 
 def test_an_evaluation_goes_there_too(toy_settings, monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from nanorook import stockfish
 from nanorook.stockfish import NODES, Engine, EngineError, Labeller
+from toy import program
 
 OPENING = "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3"
 MIDDLE_GAME = "r4rk1/1pp1qppp/p1np1n2/2b1p1B1/2B1P1b1/P1NP1N2/1PP1QPPP/R4RK1 w - - 0 10"
@@ -22,12 +23,6 @@ def engine():
     engine = Engine(stockfish.require())
     yield engine
     engine.close()
-
-
-def script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 @needs_stockfish
@@ -64,7 +59,7 @@ def test_evaluations_come_from_one_finished_depth(tmp_path):
     lines += [info(3, 1, "mate 2", "a1a2"), info(2, 2, "cp 5", "a1b2"), info(2, 3, "cp 3", "a1b1")]
     said = "; ".join(f"echo '{line}'" for line in [*lines, "bestmove a1a1"])
     loop = f"while read word rest; do case $word in uci) echo uciok;; go) {said};; esac; done"
-    engine = Engine(script(tmp_path / "engine", loop))
+    engine = Engine(program(tmp_path / "engine", loop))
     moves = engine.search(chess.Board("7k/8/8/8/8/8/8/K7 w - - 0 1"), NODES)
     assert moves == (("a1a2", 8), ("a1b2", 5), ("a1b1", -99997))
     engine.close()
@@ -74,7 +69,7 @@ def test_evaluations_come_from_one_finished_depth(tmp_path):
 def test_an_engine_that_fails_when_it_starts_leaves_no_process(tmp_path, monkeypatch, text):
     monkeypatch.setattr(Engine, "TIMEOUT", 1.0)
     with pytest.raises(EngineError, match="died|gave no answer for 1 seconds"):
-        Engine(script(tmp_path / "engine", f"echo $$ > {tmp_path}/pid\n{text}"))
+        Engine(program(tmp_path / "engine", f"echo $$ > {tmp_path}/pid\n{text}"))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -103,7 +98,7 @@ def test_a_labeller_starts_a_dead_engine_again(engine):
 @pytest.mark.parametrize("text", ["exit 1", "exec sleep 100", "while read x; do echo uciok; echo bestmove e9e9; done"])
 def test_a_labeller_gives_up_after_ten_failures_and_says_so(tmp_path, monkeypatch, capsys, text):
     """Training does not wait for an engine that hangs."""
-    monkeypatch.setenv("STOCKFISH_PATH", script(tmp_path / "engine", text))
+    monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
     monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
     labeller = Labeller()
     assert [labeller.label(OPENING) for _ in range(20)] == [()] * 20

@@ -147,3 +147,10 @@ def same(rows, others):
         assert row.keys() == other.keys() and row.pop("state") == other.pop("state")
         assert row.pop("advice") == other.pop("advice") and row == pytest.approx(other, rel=1e-3, abs=1e-5)
     return True
+
+
+def program(path, text):
+    """An executable shell script."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
