@@ -82,8 +82,7 @@ EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of 
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
-REPORT_TO               = setting("REPORT_TO", "none", "also log to", one_of=("none", "wandb", "tensorboard"))
-RUN_NAME                = setting("RUN_NAME", "", "name of the run in that log")
+WANDB                   = setting("WANDB", "", "also log to wandb, as a run of this name")
 
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
@@ -306,7 +305,7 @@ def main():
     hardware.flush_denormals()
     run, model, reference, optimizer, items, eval_questions = start()
     lead, world, sampler = parallel.rank() == 0, parallel.world(), model.cast(model.dtype)
-    past, report = monitor.open_log(run, model, REPORT_TO, RUN_NAME) if lead else ([], None)
+    past, report = monitor.open_log(run, model, WANDB) if lead else ([], None)
     evaluation_seconds = 0.0 if run.skill else examine(run, model, eval_questions, "before", report)
     signals = catch_signals()
     while run.step < STEPS:

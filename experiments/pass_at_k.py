@@ -15,6 +15,7 @@ import torch
 from model import GPT
 from nanorook import hardware, monitor, task
 from rollout import sample
+from tools.evaluate import pass_at_k
 
 KS = 1, 4, 16, 64
 
@@ -48,7 +49,7 @@ def main():
     found = [tries(module, name, a.questions) for name in a.model]
     for row in found[0]:
         for k in KS:
-            chances = [[monitor.pass_at_k(KS[-1], c, k) for c in right[row]] for right in found]
+            chances = [[pass_at_k(KS[-1], c, k) for c in right[row]] for right in found]
             cells = [monitor.with_interval(*(100 * x for x in monitor.interval(c)), ".1f") for c in chances]
             print(f"| {row} | {k} | {' | '.join(cells)} |")
 

@@ -65,12 +65,6 @@ def with_interval(mean, half, form=".3f"):
     return f"{mean:{form}} ± {half:{form.lstrip('+')}}" if half < math.inf else f"{mean:{form}}"
 
 
-def pass_at_k(n, c, k):
-    """The chance that one of k answers is right where c of n were, without bias (Chen et al., 2021, Evaluating Large
-    Language Models Trained on Code)."""
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
-
-
 def figures(answers):
     """{"policy legal": [its value in each answer], ...}: reward and metrics of each kind of question."""
     values = {}
@@ -156,15 +150,24 @@ def describe(command, device, dtype):
     }
 
 
-def open_log(run, model, kind, name):
-    """Cuts the files of a run back to where it stands; (the metrics of its steps so far, see reporter)."""
+def open_log(run, model, wandb_name):
+    """Cuts the files of a run back to where it stands: (the metrics of its steps so far, wandb's function or None)."""
     step = run.step if run.skill else -1
     about = describe("./train.sh", model.wte.weight.device, model.dtype)
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about, indent=2))
     past = rewind(run.out / "metrics.jsonl", step)
     rewind(run.out / "samples.jsonl", step)
-    return past, reporter(kind, name, run.out)
+    return past, wandb_log(wandb_name, run.out) if wandb_name else None
+
+
+def wandb_log(name, folder):
+    """A function of (figures, step) that logs to wandb."""
+    try:
+        import wandb
+    except ImportError:
+        refuse(f"WANDB={name} needs a package that is not installed: pip install wandb.")
+    return wandb.init(project="nanorook", name=name, dir=folder, config=values()).log
 
 
 def write_metrics(out, metrics, report):
@@ -172,20 +175,3 @@ def write_metrics(out, metrics, report):
         log.write(json.dumps(metrics) + "\n")
     if report:
         report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, metrics["step"])
-
-
-def reporter(kind, name, folder):
-    """A function of (figures, step) that logs to wandb or tensorboard too, or None where neither is asked for."""
-    try:
-        if kind == "wandb":
-            import wandb
-
-            return wandb.init(project="nanorook", name=name or None, dir=folder, config=values()).log
-        if kind == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(Path(folder, "tensorboard", name))
-            writer.add_text("settings", "".join(f"    {name}={value}\n" for name, value in values().items()))
-            return lambda figures, step: [writer.add_scalar(key, value, step) for key, value in figures.items()]
-    except ImportError:
-        refuse(f"REPORT_TO={kind} needs a package that is not installed: pip install {kind}.")

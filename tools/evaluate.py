@@ -122,7 +122,7 @@ def measure(model, temperature, positions, mates, openings, tried):
         several |= {row: find_mate(model, found[:tried], 1, TRIES) for row, found in mates.items()}
         several["next state"] = metric(grades(model, moves[:tried], 1, TRIES), "next_state")
         sections["pass@k"] = {
-            f"{row}: pass@{k}": pass_at_k(tries, k) for row, tries in several.items() for k in (1, 4, 16)
+            f"{row}: pass@{k}": some_right(tries, k) for row, tries in several.items() for k in (1, 4, 16)
         }
     return {name: {row: c for row, c in columns.items() if c} for name, columns in sections.items()}
 
@@ -160,11 +160,17 @@ def read_bigbench(path):
     return found
 
 
-def pass_at_k(tries, k):
+def pass_at_k(n, c, k):
+    """The chance that one of k answers is right where c of n were, without bias (Chen et al., 2021, Evaluating Large
+    Language Models Trained on Code)."""
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def some_right(tries, k):
     """The column of whether one of k answers is right, from one with TRIES answers to each question."""
     groups = [tries[i : i + TRIES] for i in range(0, len(tries), TRIES)]
     right = [int(sum(value for value, _ in group)) if group[0][1] else None for group in groups]
-    return column(c if c is None else monitor.pass_at_k(TRIES, c, k) for c in right)
+    return column(c if c is None else pass_at_k(TRIES, c, k) for c in right)
 
 
 def figure(column):
