@@ -1,8 +1,22 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file; rewards.py is chess.
 
-`Task` below is what such a file provides; `load`, `make_questions` and `check_grades` hold a file against it before
-the first step, so that a mistake in it ends in a sentence.
-docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
+Such a file provides:
+
+DEFAULTS    {setting: default} where the task needs others than train.py has
+LIMITS      {kind of question: the most tokens that an answer may have, its end token counted}
+start_model() -> the folder of the model that training starts from, made first if need be
+load(source, config) -> (training items, held-out items)
+            What questions are about. `source` is the setting DATA; `config` is the model's, whose `extra` holds what
+            its folder says of the text format.
+make_questions(items, count, rng, config) -> [Question, ...]
+            `count` questions about some of the items, the same for the same rng.
+grade(question, text, hit_limit) -> Grade
+            What an answer is worth, 1 where it is perfect. `text` is without the end token; `hit_limit`: it had none.
+question(text, config) -> Question
+            Optional: a question that a user types at tools.ask.
+
+`load`, `make_questions` and `check_grades` here hold a file against this before the first step, so that a mistake in
+it ends in a sentence. docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
 """
 
 import importlib.util
@@ -12,8 +26,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nanorook.settings import GIVEN, refuse
 
@@ -38,42 +51,17 @@ class Grade(NamedTuple):
         return round(math.fsum(value for _, value, *_ in self.pieces), 9)  # the same sum in any order of the pieces
 
 
-class Task(Protocol):
-    """What a task file provides."""
-
-    DEFAULTS: dict  # {setting: default} where the task needs others than train.py has
-    LIMITS: dict  # {kind of question: the most tokens that an answer may have, its end token counted}
-
-    def start_model(self) -> str:
-        """The folder of the model that training starts from, made first if need be."""
-
-    def load(self, source: str, config) -> tuple[list, list]:
-        """What questions are about: (training items, held-out items). `source` is the setting DATA; `config` is the
-        model's, whose `extra` holds what its folder says of the text format."""
-
-    def make_questions(self, items: list, count: int, rng: Random, config) -> list[Question]:
-        """`count` questions about some of the items, the same for the same rng."""
-
-    def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
-        """What an answer is worth, 1 where it is perfect. `text` is without the end token; `hit_limit`: it had none."""
-
-    # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
-
-
-def load(file) -> Task:
+def load(file):
     """The module of a task file, by its path from here or from the project's folder; its DEFAULTS replace those of the
     settings that follow."""
-    path = next((path.resolve() for path in (Path(file), ROOT / file) if path.is_file()), None)
-    if path is None:
-        refuse(f"TASK={file}: there is no such file.")
+    paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
+    path = next(paths, None) or refuse(f"TASK={file}: there is no such Python file.")
     for module in list(sys.modules.values()):  # a program may have imported it already
         if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
             break
     else:
         name = path.stem if path.parent == ROOT else "task_" + path.stem
         spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None:
-            refuse(f"TASK={file}: a task is a Python file, whose name ends in .py.")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
@@ -120,22 +108,21 @@ def check_grades(answers):
 
 def wrong_grade(grade, text):
     """The rule that a grade breaks, as a sentence; empty where it breaks none."""
-    names = set()
     if not isinstance(grade, Grade):
         return f"it returned {type(grade).__name__}, not a Grade."
+    names = set()
     for piece in grade.pieces:
-        if not isinstance(piece, (tuple, list)) or len(piece) < 2 or not isinstance(piece[0], str):
-            return f"the piece {piece!r} has to be (name, value, (start, end), ...)."
-        name, value, *spans = piece
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            return f"the piece {name!r} is worth {value!r}, which is no finite number."
-        if name in names:
-            return f"two pieces are called {name!r}; names have to differ within an answer."
-        names.add(name)
+        match piece:
+            case (str(name), int() | float() as value, *spans) if math.isfinite(value) and name not in names:
+                names.add(name)
+            case _:
+                return f"the piece {piece!r} has to be (a name of its own, a finite number, (start, end), ...)."
         for span in spans:
-            pair = isinstance(span, (tuple, list)) and len(span) == 2 and all(type(at) is int for at in span)
-            if not pair or not 0 <= span[0] <= span[1] <= len(text):
-                return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
+            match span:
+                case (int(start), int(end)) if 0 <= start <= end <= len(text):
+                    pass
+                case _:
+                    return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
     for name, value in grade.metrics.items():
         if not isinstance(value, (int, float)) or " " in name:
             return f"the metric {name!r} is {value!r}; it has to be one word with a number."

@@ -31,9 +31,9 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on, .* and 0 held out"),
     "long prompt": ("make_questions", asking(prompt="." * 24), "24 tokens leaves no room .* 24 positions"),
     "another Grade": ("grade", lambda *args: (0.5, ()), "it returned tuple, not a Grade"),
-    "no number": ("grade", with_pieces(("all", "1")), "piece 'all' is worth '1', which is no finite number"),
-    "not finite": ("grade", with_pieces(("all", math.nan)), "piece 'all' is worth nan"),
-    "same names": ("grade", with_pieces(("a", 1), ("a", 2)), "two pieces are called 'a'"),
+    "no number": ("grade", with_pieces(("all", "1")), "piece .'all', '1'. has to be"),
+    "not finite": ("grade", with_pieces(("all", math.nan)), "piece .'all', nan. has to be"),
+    "same names": ("grade", with_pieces(("a", 1), ("a", 2)), "piece .'a', 2. has to be .a name of its own"),
     "bare value": ("grade", with_pieces(0.5), "piece 0.5 has to be"),
     "span a number": ("grade", with_pieces(("all", 1, 3)), "judges 3, which is no .start, end. within the text"),
     "span outside": ("grade", with_pieces(("all", 1, (0, 99))), "judges .0, 99., which is no"),
@@ -79,7 +79,7 @@ def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
         assert loaded.__file__ == str(file) and loaded.LIMITS == toy.LIMITS and task.load(file) is loaded
     assert settings.setting("LR", 1.0, "") == 3.0
     (tmp_path / "task.txt").touch()
-    for name, sentence in (("nothing.py", "no such file"), ("task.txt", "whose name ends in .py")):
+    for name, sentence in (("nothing.py", "no such Python file"), ("task.txt", "no such Python file")):
         with pytest.raises(SystemExit, match=re.escape(sentence)):
             task.load(tmp_path / name)
     monkeypatch.chdir(tmp_path / "..")  # from another folder the project's own tasks are found
