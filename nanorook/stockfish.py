@@ -29,9 +29,7 @@ def find():
 
 
 def require():
-    """The path of the program; if there is none, exits with a sentence."""
-    sentence = "Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH to the program."
-    return find() or refuse(sentence)
+    return find() or refuse("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH.")
 
 
 class Engine:
@@ -83,21 +81,18 @@ class Engine:
     def search(self, board, nodes):
         """The best moves as ((uci, centipawns), ...), best first, from the side to move's view.
 
-        They are taken from the last depth that was finished for all of them. When the nodes run out in the
-        middle of a depth, the engine reports some moves at this depth and the others at the one before.
-        Evaluations of different depths cannot be compared, and the first move is then often not the one with
-        the highest.
-        """
+        They are those of the last depth that was finished for all of them: where the nodes run out within a depth, the
+        engine reports some moves at this one and the others at the one before, and these cannot be compared."""
         legal = {move.uci() for move in board.legal_moves}
         count = min(CANDIDATES, len(legal))
         report, finished = [], []
         self.send(f"position fen {board.fen()}")
         for match in filter(None, map(self.INFO.match, self.answer(f"go nodes {nodes}", "bestmove", nodes))):
             depth, rank, unit, score, bound, move = match.groups()
-            if rank == "1":
-                report = []
             score = int(score)
             score = score if unit == "cp" else MATE - score if score > 0 else -MATE - score
+            if rank == "1":
+                report = []
             report.append((depth, bound, move, score))
             if len(report) == count and not bound and len({line[:2] for line in report}) == 1:
                 finished = report
@@ -115,11 +110,8 @@ class Engine:
 
 
 class Labeller:
-    """Labels positions during training, and survives an engine that dies, hangs or answers nonsense.
-
-    Such an engine is started again, MAX_FAILURES times. After that, or if there is none, labels are empty, and answers
-    are graded by the rules of chess alone.
-    """
+    """Labels positions during training. An engine that dies, hangs or answers nonsense is started again, MAX_FAILURES
+    times; after that, or if there is none, labels are empty, and answers are graded by the rules of chess alone."""
 
     MAX_FAILURES = 10
 
@@ -128,19 +120,17 @@ class Labeller:
 
     def label(self, fen):
         """((uci, centipawns), ...), best first, or ()."""
-        for _ in range(2 if self.path else 0):
+        for _ in range(2):
+            if not self.path:
+                break
             try:
                 self.engine = self.engine or Engine(self.path)
                 return self.engine.search_afresh(chess.Board(fen))
             except EngineError as error:
-                self.close()
-                self.failures += 1
+                if self.engine:
+                    self.engine.close()
+                self.engine, self.failures = None, self.failures + 1
                 if self.failures == self.MAX_FAILURES:
                     self.path = None
                     print(f"warning: Stockfish {error}; from now on unlabelled positions stay so.", file=sys.stderr)
         return ()
-
-    def close(self):
-        if self.engine:
-            self.engine.close()
-        self.engine = None
