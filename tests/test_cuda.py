@@ -48,13 +48,10 @@ def test_one_captured_graph_decodes_as_the_cpu_does(gpu, options):
 
 def test_decoding_stops_on_a_gpu_when_all_rows_have_ended(gpu):
     model = toy.model()
+    same(sampled(model, "cuda:1"), sampled(model, "cpu"))  # another GPU than the current one
     model.ln_f.bias.data.mul_(10)
     same(sampled(model), sampled(model, "cpu"))
     assert gpu.captures[-1] < 8
-
-
-def test_another_gpu_than_the_current_one_captures_its_own_kernels(gpu):
-    same(sampled(toy.model(), "cuda:1"), sampled(toy.model(), "cpu"))
 
 
 FORBIDDEN = {
@@ -125,6 +122,21 @@ def test_a_process_works_on_the_gpu_that_is_asked_for(gpu, name, expected):
     assert str(device) == expected and torch.cuda.current_device() == device.index
     with pytest.raises(SystemExit, match="no device cuda:2 to train on"):
         parallel.start(torch.device("cuda:2"), 1)
+
+
+@pytest.mark.parametrize("name", ["mps", "meta", "gpu", "cuda:x", "cuda:", "cuda:2"])
+def test_a_device_that_cannot_train_is_refused(gpu, name):
+    assert [str(hardware.choose_device(good)) for good in ("auto", "cuda:1", "cpu")] == ["cuda", "cuda:1", "cpu"]
+    with pytest.raises(SystemExit, match=f"^error: .*{name}.*; use auto"):
+        hardware.choose_device(name)
+
+
+def test_without_a_gpu_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert str(hardware.choose_device()) == "cpu"
+    with pytest.raises(SystemExit, match="no device cuda to train on; use auto, cpu"):
+        hardware.choose_device("cuda")
 
 
 def test_each_process_of_a_machine_has_a_gpu_of_its_own(gpu, monkeypatch):

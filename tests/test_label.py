@@ -13,9 +13,9 @@ import pytest
 from nanorook import positions as P
 from nanorook import stockfish
 from tools import label
+from toy import ROOT, program
 
 pytestmark = pytest.mark.needs("stockfish")
-ROOT = Path(__file__).parent.parent
 GAMES = "--positions", 100, "--nodes", 300
 
 
@@ -64,16 +64,15 @@ def test_finished_games_and_mirrored_positions_are_left_out(tmp_path):
     assert first.moves[0] == ("a1a8", 99999) and second.fen == chess.STARTING_FEN
 
 
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def descendants(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [grand for child in children for grand in descendants(child)]
 
 
 def wait_for(condition):
@@ -88,7 +87,8 @@ def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path,
     out = tmp_path / "positions.txt"
     partial, process = Path(f"{out}.partial"), start(out, *GAMES, "--workers", 2)
     wait_for(lambda: partial.exists() and partial.read_bytes().count(b"\n") > 1)
-    family = descendants(process.pid)
+    workers = children(process.pid)
+    family = workers + [engine for worker in workers for engine in children(worker)]
     if how == signal.SIGINT:
         os.killpg(process.pid, how)  # as a terminal does: workers and engines get the signal too
     else:
@@ -118,19 +118,12 @@ def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):
         assert partial.read_bytes() == whole
 
 
-def test_an_engine_that_dies_once_is_started_again(tmp_path, undisturbed):
-    engine, died = tmp_path / "engine", tmp_path / "died"
-    engine.write_text(f"""#!/bin/sh
-        [ -e {died} ] && exec {stockfish.require()}
-        while read word rest; do case $word in uci) echo uciok;; go) touch {died}; exit 1;; esac; done""")
-    engine.chmod(0o755)
-    run(tmp_path / "out", *GAMES, "--workers", 1, STOCKFISH_PATH=str(engine))
-    assert died.exists() and (tmp_path / "out").read_bytes() == undisturbed
-
-
-def test_a_missing_engine_or_a_bad_argument_is_one_sentence(tmp_path):
-    out = tmp_path / "out"
-    run(out, STOCKFISH_PATH="/no/such", wrong="STOCKFISH_PATH is /no/such")
+def test_an_engine_that_dies_once_is_started_again_and_a_missing_one_is_said(tmp_path, undisturbed):
+    out, died = tmp_path / "out", tmp_path / "died"
     run(out, STOCKFISH_PATH="/bin/false", wrong="error: Stockfish (/bin/false) died.")
     run(out, "--from", tmp_path / "none.txt", wrong=str(tmp_path / "none.txt"))
     assert list(tmp_path.iterdir()) == []
+    text = f"""[ -e {died} ] && exec {stockfish.require()}
+        while read word rest; do case $word in uci) echo uciok;; go) touch {died}; exit 1;; esac; done"""
+    run(out, *GAMES, "--workers", 1, STOCKFISH_PATH=program(tmp_path / "engine", text))
+    assert died.exists() and out.read_bytes() == undisturbed

@@ -36,6 +36,18 @@ def test_the_five_are_all_that_is_at_the_root():
     assert {file.stem for file in ROOT.glob("*.py")} == FIVE
 
 
+def test_one_oldest_python_is_named_everywhere_and_each_package_is_pinned_once():
+    project = (ROOT / "pyproject.toml").read_text()
+    oldest = re.search(r'requires-python = ">=(3\.\d+)"', project)[1]
+    for file, mentions in (("README.md", 1), ("experiments/gpu/README.md", 1), ("tools/setup.sh", 3)):
+        named = re.findall(r"Python (3\.\d+) or later|>=(3\.\d+)|\((3, \d+)\)", (ROOT / file).read_text())
+        assert ["".join(found).replace(", ", ".") for found in named] == [oldest] * mentions, file
+    for name, list_name in (("requirements.txt", "dependencies"), ("requirements-test.txt", "dev")):
+        listed = re.search(rf"^{list_name} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
+        pinned = [line.rpartition("==")[0] for line in (ROOT / name).read_text().splitlines() if line[:1] != "#"]
+        assert pinned == re.findall(r'"([\w-]+)', listed), name
+
+
 @pytest.mark.parametrize("file", TEXTS)
 def test_each_file_keeps_to_the_rules(file):
     """Imports go one way (what train.py imports of the tools, at its end, is in a function), environment and arguments

@@ -44,54 +44,54 @@ def test_the_right_function_of_every_question_earns_all():
     assert {grade(ocaml.write(item, lambda options: options[0]), item=item).reward for item in items} == {1.0}
 
 
+STAGES = {
+    " (max a b + 1) * 2": 1.0,
+    " let c = if a > b then a else b in (* any that does it *) 2 * c + 2": 1.0,
+    " max a b + 1 * 2": 0.2,  # it forgot parentheses
+    " abs (max a b + 1) * 2": 0.2 + 0.4 * 5 / 6,
+    " (max a b +. 1) * 2": 0.1,
+    " max a": 0.1,
+    " (max a b + 1 * 2": 0.0,
+    "": 0.0,
+}
+
+
 @needs_ocaml
-@pytest.mark.parametrize(
-    "text, reward",
-    [
-        (" (max a b + 1) * 2", 1.0),
-        (" let c = if a > b then a else b in (* any that does it *) 2 * c + 2", 1.0),
-        (" max a b + 1 * 2", 0.2),  # it forgot parentheses
-        (" abs (max a b + 1) * 2", 0.2 + 0.4 * 5 / 6),
-        (" (max a b +. 1) * 2", 0.1),
-        (" max a", 0.1),
-        (" (max a b + 1 * 2", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_each_stage_pays(text, reward):
-    assert grade(text).reward == pytest.approx(reward)
-    assert grade(text, hit_limit=True).reward == pytest.approx(reward * ocaml.RUNAWAY)
+@pytest.mark.parametrize("text", STAGES)
+def test_each_stage_pays(text):
+    assert grade(text).reward == pytest.approx(STAGES[text])
+    assert grade(text, hit_limit=True).reward == pytest.approx(STAGES[text] * ocaml.RUNAWAY)
     assert graded(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])[0].grade == grade(text)  # it keeps the contract
 
 
+HOSTILE = {
+    "let rec g x = g x in g a": "ran away",
+    "while true do () done; 7": "ran away",
+    "let rec g x = try g x with _ -> g x in g a": "ran away",
+    "let rec g l = g (a :: a :: l) in g []": "ran away",  # takes memory as long as it may
+    "let rec l = a :: l in if l = l then 7 else 8": "ran away",  # in code of C
+    TYPE_BOMB: "ran away",  # in the type checker
+    "(" * 10**6: "ran away",
+    "exit 0": "type",
+    'print_endline "run\\n8 9"; 0': "type",
+    "raise a": "type",
+    "Stdlib.exit 0": "syntax",
+    'Sys.command "true"': "syntax",
+    'let open struct external exit : int -> int = "caml_sys_exit" end in exit 0': "syntax",
+    '1;;\n#use "/etc/passwd";;': "syntax",
+    "1;; let max _ _ = 7": "syntax",
+    "1 and max _ _ = 7": "syntax",
+    "(* \0 \ud800 é": "syntax",
+    "let ( = ) _ _ = true in 0": (0, 0),
+    "let max _ _ = 7 in let f _ _ = max a b in f a b": (7, 7),
+    "a / 0": (None, None),
+    "assert (a < a); 7": (None, None),
+    "let rec g x = 1 + g x in g a": (None, None),  # the stack is full
+}
+
+
 @needs_ocaml
-@pytest.mark.parametrize(
-    "body, stage",
-    [
-        ("let rec g x = g x in g a", "ran away"),
-        ("while true do () done; 7", "ran away"),
-        ("let rec g x = try g x with _ -> g x in g a", "ran away"),
-        ("let rec g l = g (a :: a :: l) in g []", "ran away"),  # takes memory as long as it may
-        ("let rec l = a :: l in if l = l then 7 else 8", "ran away"),  # in code of C
-        (TYPE_BOMB, "ran away"),  # in the type checker
-        ("(" * 10**6, "ran away"),
-        ("exit 0", "type"),
-        ('print_endline "run\\n8 9"; 0', "type"),
-        ("raise a", "type"),
-        ("Stdlib.exit 0", "syntax"),
-        ('Sys.command "true"', "syntax"),
-        ('let open struct external exit : int -> int = "caml_sys_exit" end in exit 0', "syntax"),
-        ('1;;\n#use "/etc/passwd";;', "syntax"),
-        ("1;; let max _ _ = 7", "syntax"),
-        ("1 and max _ _ = 7", "syntax"),
-        ("(* \0 \ud800 é", "syntax"),
-        ("let ( = ) _ _ = true in 0", (0, 0)),
-        ("let max _ _ = 7 in let f _ _ = max a b in f a b", (7, 7)),
-        ("a / 0", (None, None)),
-        ("assert (a < a); 7", (None, None)),
-        ("let rec g x = 1 + g x in g a", (None, None)),  # the stack is full
-    ],
-)
+@pytest.mark.parametrize("body, stage", HOSTILE.items(), ids=range(len(HOSTILE)))
 def test_what_is_hostile_earns_no_test_and_harms_no_other_function(body, stage):
     verdict = run(body)
     assert verdict.ran_away == (stage == "ran away")
@@ -120,8 +120,7 @@ def test_one_process_judges_many_functions_and_gives_way_before_it_grows(monkeyp
     processes = []
     for i in range(10):
         processes.append(toplevel().pid)
-        assert run(f"a + {i}").results == (3 + i, i - 1)
-        assert run(f"a + {i}").results == (3 + i, i - 1)  # remembered
+        assert [run(f"a + {i}").results for _ in "ab"] == [(3 + i, i - 1)] * 2  # the second time it is remembered
     assert [processes.count(pid) for pid in dict.fromkeys(processes)] == [5, 5]
 
 
