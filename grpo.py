@@ -27,11 +27,11 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 
 
 def credit(rewards, ends, tokens):
-    """What each piece of a reward gave each answer, values (N, K), and the tokens it judges, judged (N, T, K).
+    """values (N, K): what each of K pieces of the reward gave each answer; judged (N, T, K): the tokens it judges.
 
     rewards: the pieces (name, value, span, span, ...) of each, a span being the (start, end) of characters; ends: for
     each answer the character at which each of its T tokens ends. A token belongs to the span that its last character is
-    in. A piece without spans judges the whole answer. So does one that an answer lacks, with the value 0.
+    in. A piece without spans judges the whole answer. A piece that an answer lacks does so, too, with the value 0.
     """
     names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))}
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
@@ -48,15 +48,15 @@ def credit(rewards, ends, tokens):
 def advantages(values, group_size, scale="none"):
     """Values (N, K) of the pieces of N rewards against the mean of their group -> advantages (N, K).
 
-    scale="group" divides by the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); of pieces,
-    whose sum may be constant while they vary, by the root of their summed variances. "none" does not divide: that would
+    scale="group" divides by the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
+    several pieces by the root of their summed variances, as their sum may be constant. "none" does not: dividing would
     favour prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO).
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
     result = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
-    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # rounding of their mean leaves a rest, divided by nearly 0
+    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # else the mean's rounding error is divided by nearly 0
     return result.masked_fill(alike[:, None], 0).flatten(0, 1)
 
 
@@ -144,8 +144,8 @@ def kl(logprobs, ref_logprobs, mask, estimator):
     Munos, 2025), for tokens sampled from the policy p, with q of the reference:
     k1  log(p/q)            gradient ∇log p: zero on average. It holds nothing back and only adds noise.
     k2  ½ log(p/q)²         gradient log(p/q) ∇log p: on average exactly that of KL(p ‖ q). The right one.
-    k3  q/p - 1 - log(q/p)  gradient (1 - q/p) ∇log p: that of KL(q ‖ p), huge where p << q. GRPO's own. (TRL by
-                            default multiplies it by the ratio, as DeepSeek-V3.2 does: its gradient is then k2's.)
+    k3  q/p - 1 - log(q/p)  gradient (1 - q/p) ∇log p: that of KL(q ‖ p), huge where p << q. GRPO's own. (Newer
+                            TRL multiplies it by the ratio, as DeepSeek-V3.2 does: its gradient is then k2's.)
     """
     log_ratio = torch.where(mask.bool(), logprobs - ref_logprobs, 0)  # log(p/q)
     if estimator == "k1":

@@ -42,7 +42,7 @@ class GPTConfig:
 @dataclass
 class Prompt:
     """The part of the prompts that a group's rows share: keys and values of all tokens but the last one, which is the
-    first that each row feeds to the model, to predict its first new token."""
+    first that each row feeds to the model, to predict its first new token. Here P counts the tokens before it."""
 
     keys: list  # one (B, H, P, D) for each layer
     values: list
@@ -170,7 +170,7 @@ class GPT(nn.Module):
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         self.trunk(tokens, positions, attend)
-        padding = positions >= lengths[:, None] - 1  # (B, P)
+        padding = positions >= lengths[:, None] - 1  # (B, P - 1)
         bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
         return Prompt(keys, values, lengths - 1, bias)
 

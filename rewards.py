@@ -1,7 +1,7 @@
 """The task: what is asked, what is true, what an answer is worth. This file is chess; TASK=FILE.py names another one,
 and nanorook/task.py says what such a file provides.
 
-Chess has two kinds of questions, and the policy two more, of which the answer is its first candidate alone:
+Two kinds of questions, and two more that ask for the first candidate of a policy answer alone:
 
     policy        P: a position             ->  five candidate moves, their evaluations, the best of them
     environment   A: a position and a move  ->  the next position, reward, terminated, truncated
@@ -31,7 +31,7 @@ MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an env
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
-DEFAULTS = {}
+DEFAULTS = {}  # chess has those of train.py
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 MATES = positions.BUILTIN.with_name("mates.txt.gz")
@@ -62,10 +62,10 @@ def load_mates():
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
-    # A token of GPT-2 may hold the end of a prompt and the beginning of its answer, so none ends after "M: ".
+    # A token of GPT-2 may span the end of a prompt and the beginning of its answer, so none ends after "M: ".
     first = round((count - environment) * MIX_FIRST_RATIO) if text_format in WIDTH else 0
-    mates = load_mates()[held_out(items[0].fen)] if first else []
-    mates = rng.sample(mates, min(first // 2, len(mates)))
+    pool = load_mates()[held_out(items[0].fen)] if first else []  # to train on or held out, as the items are
+    mates = rng.sample(pool, min(first // 2, len(pool)))
     chosen = [*map(positions.drawn, rng.sample(items, min(count - len(mates), len(items))))]
     environment, policy, moves = chosen[:environment], chosen[environment : count - first], chosen[count - first :]
     questions = [environment_question(p, rng, text_format) for p in environment]
@@ -155,9 +155,9 @@ def first_question(kind, position, text_format):
 
 
 def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
-    """Asks about the position's own move, or a drawn one; about none from a training board to a held-out one."""
+    """Asks about the position's own move, or a drawn one; none leads from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.asked
-    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves: no game shows it
+    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, which no game shows
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
@@ -189,7 +189,7 @@ def transition(fen, move):
 MALFORMED = -0.3
 MAX_CHARACTERS = 4096  # a longer answer is malformed and not read; a right one has not a tenth of it
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-WASTED = 0.25  # cost of an illegal or repeated candidate; as a legal one earns 1, listing pays where 20 % are legal
+WASTED = 0.25  # cost of an illegal, repeated or sixth candidate; a legal one earns 1, so listing pays above 20 % legal
 
 # The ladder of the best move: legal < top5 < best. Each of them outweighs all that can be earned beside them (clean to
 # evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
@@ -197,7 +197,7 @@ POLICY_WEIGHTS = {
     "structure": 0.02,  # the headers M:, E:, B: in order
     "parse": 0.04,  # moves and numbers can be read
     "clean": 0.02,  # no text after the last field
-    "listed": 0.01,  # the best move is one of the candidates
+    "listed": 0.01,  # the move after B: is one of the candidates
     "candidates_legal": 0.08,
     "candidates": 0.05,  # candidates that are among the engine's five
     "evals": 0.03,
@@ -227,7 +227,7 @@ ENVIRONMENT_WEIGHTS = {
 
 
 def grade(question, text, hit_limit=False):
-    """The worth of `text`, an answer without its end token; `hit_limit` says that it had none."""
+    """The worth of `text`, an answer without its end token; `hit_limit`: its limit cut it off."""
     graders = {"policy": grade_policy, "environment": grade_environment}
     pieces, metrics = graders.get(question.kind, grade_first)(question, text)
     reward = sum(value for _, value, *_ in pieces)
@@ -328,7 +328,7 @@ def grade_policy(question, text):
     metrics["legal"] = best in legal
     if best in five:
         top = max(five.values())
-        metrics["cp_loss"] = pawns_apart(top, five[best])
+        metrics["cp_loss"] = pawns_apart(top, five[best])  # in pawns
         metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
         shares |= {"loss": 1 / (1 + metrics["cp_loss"]), "best": metrics["best"]}
     pieces += [(name, weights[name] * share, *best_spans) for name, share in shares.items()]
@@ -337,7 +337,7 @@ def grade_policy(question, text):
 
 def grade_first(question, text):
     """A move and the space that ends it, paid for each rung that it reaches."""
-    move, weights = text[:-1] if text.endswith(" ") else "", FIRST_WEIGHTS[question.kind]
+    move, weights = (text[:-1] if text.endswith(" ") else ""), FIRST_WEIGHTS[question.kind]
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
     return [(name, weights[name] * reached) for name, reached in metrics.items()], metrics
@@ -370,7 +370,7 @@ def grade_environment(question, text):
         pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
         likeness = Levenshtein.normalized_similarity(word, truth)
         pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
-    # A wrong next state is the fault of its wrong words; without any, right or not, the whole FEN is judged.
+    # A wrong next state is the fault of its wrong words; where no word is wrong, the whole FEN is judged.
     pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (N, T) the end token after a row's end
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
     rollout_logprobs: torch.Tensor  # (N, T) under the distribution that was sampled; 0 outside the mask
-    hit_limit: torch.Tensor  # (N,) True where a row has no end token
+    hit_limit: torch.Tensor  # (N,) True where its limit cut a row off
     advantages: torch.Tensor | None = None  # (N, T)
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 def sample(model, questions, group_size, limits, temperature=1.0, noise=None, rows=None):
     """Samples `group_size` answers to each question: yields (Batch, its Answers), each of one kind of question and of
-    about `rows` rows at most. A kind's questions keep their order.
+    at most `rows` rows, or one group. A kind's questions keep their order.
 
     `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, is all
     that decides what is drawn; an answer does not depend on what is sampled beside it.
@@ -73,9 +73,9 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
             stops = [i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token]
             batch = generate(model, prompts, group_size, room, temperature, uniform, stops)
             lengths = batch.completion_mask.sum(1).tolist()
-            texts = [read(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
+            pairs = [read(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
             owners = [question for question in asked for _ in range(group_size)]
-            yield batch, [Answer(q, *text, cut) for q, text, cut in zip(owners, texts, batch.hit_limit.tolist())]
+            yield batch, [Answer(q, *pair, cut) for q, pair, cut in zip(owners, pairs, batch.hit_limit.tolist())]
 
 
 def read(tokenizer, tokens):
@@ -107,7 +107,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
     room = T if device.type == "cuda" else 0  # a captured graph needs fixed shapes
     cache = Cache.empty(model.config, B, group_size, room, device, dtype)
 
-    tokens = torch.full((N, T), max(eos, 0), device=device)
+    tokens = torch.full((N, T), max(eos, 0), device=device)  # eos is -1 where no row is to end early
     logprobs = torch.zeros(N, T, device=device)
     # Row i of what is decoded is row rows[i] of the result. A step changes tensors in place, so it can be captured.
     rows = torch.arange(N, device=device)
@@ -208,8 +208,8 @@ def draw(logprobs, uniform):
     """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
     cumulated probability exceeds it."""
     cumulated = logprobs.exp().cumsum_(-1)
-    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor: rounding must not pass the last token
-    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # NaN leads beyond
+    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor keeps it below the last sum
+    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # NaN
 
 
 def microbatches(batch, most_tokens):

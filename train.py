@@ -1,4 +1,4 @@
-"""GRPO for a language model with a verifier, from top to bottom: settings, one step, the guard, the loop.
+"""GRPO for a language model with a verifier, from top to bottom: settings, one step, evaluation, the loop.
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
 STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
@@ -11,7 +11,7 @@ A step: make B questions, sample G answers to each (rollout.py), grade them (rew
 Off by default: division by the group's standard deviation (SCALE_REWARDS). Not here: a value model, a replay of old
 answers, a second engine for sampling. Added to plain GRPO: each piece of a reward is credited to the words it judges;
 the end token is trained; microbatches do not change the loss; the first step checks that sampler, policy and reference
-agree; a run that breaks goes back to its last good state; CONTROL=1 trains without a reward.
+agree; a run that breaks goes back to its last good state; CONTROL=1 sets all advantages to zero.
 """
 
 import copy
@@ -67,7 +67,7 @@ heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by the deviation of their group, see grpo.advantages", one_of=("none", "group"))
-CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; with EPOCHS=1 it is 1", low=0, high=1)
+CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; with EPOCHS=1 never, as all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
@@ -88,7 +88,7 @@ heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "torch.compile the training forward; auto: on CUDA", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "tokens that go through the model at once; bounds memory, changes nothing else; 0: 32768 on CUDA, 4096 on CPU", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward of the update; bounds memory, changes nothing else; 0: 32768 on CUDA, 4096 on CPU", low=0)
 NPROC                   = setting("NPROC", 1, "processes on this machine; one for each GPU", low=1)
 # fmt: on
 
@@ -147,8 +147,8 @@ def microbatch_tokens(model):
 
 
 def update(model, reference, optimizer, batches):
-    """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are measured before
-    the first of them, ratio_gap, clip_low and clip_high in the last epoch; grad_norm is a mean."""
+    """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
+    before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
     parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
@@ -189,8 +189,8 @@ def update(model, reference, optimizer, batches):
 
 
 def check_start(metrics, dtype):
-    """Refuses a run whose model does not write answers, or whose sampler, policy and reference were not one function
-    before the first update."""
+    """Refuses a run whose model does not write answers, or whose sampler, policy and reference differed before the
+    first update."""
     if metrics.get("structure", 1.0) < 0.2:
         refuse(f"only {metrics['structure']:.0%} of the first answers have the structure of one, and {metrics['hit_limit']:.0%} "
                f"hit their limit: if most do, raise the task's LIMITS {task.LIMITS}; else the model does not speak this "
@@ -199,7 +199,7 @@ def check_start(metrics, dtype):
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         refuse(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
                "weights that are not finite can cause.")  # fmt: skip
-    if not kl < (1e-5 if exact else 1e-3):  # in bf16 a microbatch of another shape rounds differently
+    if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
         refuse(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
 
 
@@ -213,7 +213,7 @@ def uniform_numbers(count, group_size, seed):
 
 def evaluate(model, questions, file, step):
     """{"policy legal T=0": (mean, half-width of its 95 % interval), ...}, greedy and as sampled in training, by all
-    processes together; `file` gets the first sampled answers of each kind. SEED decides what is drawn."""
+    processes together; `file` gets each kind's first answers at TEMPERATURE. SEED decides what is drawn."""
     figures, mine = {}, slice(parallel.rank(), None, parallel.world())
     noise, model = uniform_numbers(len(questions), 1, SEED)[mine], model.cast(model.dtype)
     for temperature in (0.0, TEMPERATURE):
@@ -312,7 +312,7 @@ def main():
         # Questions and answers
         step, clock = run.step, [time.time()]
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-        questions = task.make_questions(items, BATCH_POSITIONS, rng, model.config)
+        questions = make_questions(task, items, BATCH_POSITIONS, rng, model.config)
         noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
         sampler.follow(model)
         mine = slice(parallel.rank(), None, world)
@@ -332,7 +332,7 @@ def main():
         snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizer)
         metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizer, batches)
         clock.append(time.time())
-        if step == 0:
+        if step == 0:  # of what update() measured before its first change
             check_grades(answers)
             check_start(metrics, model.dtype)
 
@@ -345,8 +345,8 @@ def main():
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = [*past[-39:], metrics]  # as many as diagnose looks at
             monitor.write_metrics(run.out, metrics, report)
-            evaluations = 1 + ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0)
-            parallel.log(monitor.progress_line(past, STEPS, evaluations * evaluation_seconds))
+            to_come = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations
+            parallel.log(monitor.progress_line(past, STEPS, to_come * evaluation_seconds))
 
         # Going back: after updates that could not be made, or that went too far from the reference
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
@@ -361,7 +361,7 @@ def main():
         due = EVAL_EVERY > 0 and run.step % EVAL_EVERY == 0 and run.step < STEPS
         if due:
             evaluation_seconds = examine(run, model, eval_questions, f"step {run.step}", report)
-        if lead and (due or stopping or run.step % SAVE_EVERY == 0):
+        if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizer)
         if stopping and run.step < STEPS:
             parallel.log(f"stopped after step {run.step}; the same command goes on from there.")
@@ -382,7 +382,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
     except torch.OutOfMemoryError:
-        refuse(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS}, GROUP_SIZE={GROUP_SIZE} or the limits of new "
+        refuse(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or 32768}, GROUP_SIZE={GROUP_SIZE} or the limits of new "
                f"tokens {task.LIMITS}; {continuation(OUT_DIR)}")  # fmt: skip
     except OSError as error:
         refuse(f"a file could not be read or written ({error}); {continuation(OUT_DIR)}")

@@ -11,7 +11,7 @@ load(source, config) -> (training items, held-out items)
 make_questions(items, count, rng, config) -> [Question, ...]
             `count` questions about some of the items, the same for the same rng.
 grade(question, text, hit_limit) -> Grade
-            What an answer is worth, 1 where it is perfect. `text` is without the end token; `hit_limit`: it had none.
+            What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off.
 question(text, config) -> Question
             Optional: a question that a user types at tools.ask.
 
