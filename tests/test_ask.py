@@ -1,5 +1,3 @@
-"""tools/ask.py: a typed question reaches the model in its own format; its answers are graded where a truth is known."""
-
 import json
 from unittest import mock
 

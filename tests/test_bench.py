@@ -1,5 +1,3 @@
-"""tools/bench.py: what it times, and what a small run reports."""
-
 import json
 import sys
 

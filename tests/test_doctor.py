@@ -1,5 +1,3 @@
-"""tools/doctor.py: a healthy batch passes every check, and what spoils a run is named."""
-
 import copy
 import math
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""tools/evaluate.py: players whose skill is known get the figures they should."""
-
 import itertools
 import json
 import math
@@ -70,7 +68,7 @@ def test_what_a_model_cannot_do_is_seen_in_the_rows_of_that_alone(measure):
 
 
 def test_of_sixteen_answers_one_may_be_right(measure):
-    """A player that is right each fourth time: pass@k is the chance that four draws of sixteen hold one of the four."""
+    """pass@k: the chance that k draws of sixteen answers, of which four are right, hold a right one."""
 
     def sometimes(right, wrong):
         times = itertools.count()

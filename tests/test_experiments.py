@@ -1,5 +1,3 @@
-"""experiments/seeds.py and variants.py: their arithmetic, and what is not run again."""
-
 import json
 import types
 

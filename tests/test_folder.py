@@ -1,5 +1,3 @@
-"""nanorook/folder.py: a GPT-2 in one file or in several is read; damaged folders are refused."""
-
 import json
 
 import pytest

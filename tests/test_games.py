@@ -1,5 +1,3 @@
-"""tools/games.py: players whose every answer is known, watched by python-chess, a scripted engine and Stockfish."""
-
 import random
 import re
 import sys
@@ -119,11 +117,3 @@ def test_the_score_against_stockfish_is_that_of_the_games_written(policy, comman
     for row, values in (expected | {"half-moves": lengths}).items():
         assert printed[row] == [monitor.with_interval(*monitor.interval(values))], row
     assert points == [0] * 6 and any(illegal) == (policy != any_move)  # Stockfish mates who plays at random
-
-
-def test_games_from_the_starting_position(command, monkeypatch):
-    """At temperature 0 the model plays one such game only."""
-    answer_by(monkeypatch, until(3))
-    printed, played = command("mine", "--start", "initial", "--games", 3, "--pgn", "games.pgn")
-    assert [game.board().fen() for game in played] == [chess.STARTING_FEN] * 4
-    assert printed["half-moves before an illegal one"] == ["4.000", "4.000 ± 0.000"]  # one game has no interval

@@ -1,5 +1,3 @@
-"""tools/label.py with Stockfish: killed, resumed or with other workers, it writes the same file."""
-
 import os
 import signal
 import subprocess

@@ -6,13 +6,11 @@ import types
 import pytest
 import torch
 
-import grpo
 import toy
 import train
 from examples import letters
 from experiments import variants
 from model import GPT
-from nanorook import monitor
 from rollout import sample
 from tools import signal
 
@@ -70,24 +68,10 @@ def test_paid_for_the_first_letter_it_learns_the_first():
     assert share(model, min) > 0.9 and share(model, max) < 0.05
 
 
-def test_with_shuffled_advantages_it_does_not_learn(monkeypatch):
-    honest, generator = grpo.token_advantages, torch.Generator().manual_seed(0)
-
-    def shuffled(*args):
-        advantages = honest(*args)
-        return advantages[torch.randperm(len(advantages), generator=generator)]
-
-    monkeypatch.setattr(grpo, "token_advantages", shuffled)
-    assert share(run(), max) < 0.5
-
-
-def test_a_variant_is_run_here_and_nothing_stays_changed(monkeypatch):
+def test_a_variant_is_run_here_and_nothing_stays_changed():
     table = variants.TABLES["letters"]
     table = table._replace(shared=table.shared | {"STEPS": 1, "BATCH_POSITIONS": 2})
     before = {name: getattr(train, name) for name in ("STEPS", "task", "OUT_DIR", "evaluate")}
     found = variants.measure(table, {"SEED": 1, "TEMPERATURE": 0.5})
     assert [*found] == table.columns() and 0 <= found["greedy"] <= 1
     assert before == {name: getattr(train, name) for name in before}
-    honest = monitor.describe_answers
-    monkeypatch.setattr(monitor, "describe_answers", lambda *args: honest(*args) | {"structure": 0.0})
-    assert variants.measure(table, {"SEED": 1}) is None  # refused at its first step

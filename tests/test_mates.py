@@ -1,5 +1,3 @@
-"""The task of mates in one: its data, its rungs, its short answers."""
-
 import random
 from types import SimpleNamespace
 
@@ -29,22 +27,13 @@ def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides):
     assert not boards[0] & boards[1]
 
 
-def worth(fen, text, kind="mates"):
-    config = SimpleNamespace(extra={"chess_format": "expanded"})
-    return mates.grade(mates.ask(kind, positions.Position(fen, (), ()), config), text).reward
-
-
 def test_each_rung_pays_more_than_the_one_before():
-    answers = (
-        (FOOLS, "d8h4"),
-        (FOOLS, "d8h4 "),
-        (CHECKS, "a1a8 "),
-        (CHECKS, "a1a2 "),
-        (CHECKS, "a1b2 "),
-        (CHECKS, "a1 "),
-    )
-    unfinished, *ladder = [worth(*answer) for answer in answers]
-    assert ladder == [1.0, 0.4, 0.2, 0.05, 0.0] and unfinished == 0.0
+    def worth(fen, text, kind="mates"):
+        config = SimpleNamespace(extra={"chess_format": "expanded"})
+        return mates.grade(mates.ask(kind, positions.Position(fen, (), ()), config), text).reward
+
+    assert worth(FOOLS, "d8h4 ") == 1.0 and worth(FOOLS, "d8h4") == 0.0  # unfinished
+    assert [worth(CHECKS, text) for text in ("a1a8 ", "a1a2 ", "a1b2 ", "a1 ")] == [0.4, 0.2, 0.05, 0.0]
     assert [worth(CHECKS, text, "moves") for text in ("a1a8 ", "a1a2 ", "a1b2 ")] == [1.0, 1.0, 0.05]
 
 

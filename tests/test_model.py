@@ -1,5 +1,3 @@
-"""model.py against transformers: the same logits both ways, and no tensor that is missing, unknown or misshapen."""
-
 import json
 import shutil
 
@@ -8,7 +6,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import model as model_file
 from model import GPT
 from rollout import pad_prompts
 
@@ -35,7 +32,10 @@ def test_logits_equal_transformers(hf_model, model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_folder_opens_in_transformers(model, tmp_path, dtype):
     model.config.extra["chess_format"] = "expanded"  # an entry that is a task's, not GPT's
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "README.md").write_text("mine")  # stays
     model.save(tmp_path / "m", dtype)
+    assert (tmp_path / "m" / "README.md").exists() and len(list(tmp_path.iterdir())) == 1
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     assert hf.config.resid_pdrop == hf.config.attn_pdrop == hf.config.embd_pdrop == 0
     assert hf.config.eos_token_id == 256 and hf.config.chess_format == "expanded"
@@ -47,21 +47,6 @@ def test_a_saved_folder_opens_in_transformers(model, tmp_path, dtype):
         assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values()))
     text = "P: rn.q/é… \t w KQkq - 0 1"
     assert AutoTokenizer.from_pretrained(tmp_path / "m")(text).input_ids == again.tokenizer.encode(text)
-
-
-def test_a_failed_save_leaves_nothing_and_a_good_one_keeps_other_files(model, tmp_path, monkeypatch):
-    def full_disk(*args, **kwargs):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model_file, "to_bytes", full_disk)
-        with pytest.raises(OSError):
-            model.save(tmp_path / "out" / "m")
-    assert list((tmp_path / "out").iterdir()) == []
-    (tmp_path / "out" / "m").mkdir()
-    (tmp_path / "out" / "m" / "README.md").write_text("mine")
-    model.save(tmp_path / "out" / "m")
-    assert (tmp_path / "out" / "m" / "README.md").exists() and len(list((tmp_path / "out").iterdir())) == 1
 
 
 def rewrite(folder, change):

@@ -1,5 +1,3 @@
-"""examples/ocaml.py: OCaml's verdicts, and strangers' functions that earn nothing and harm nothing."""
-
 import os
 import random
 from pathlib import Path
@@ -64,30 +62,19 @@ def test_each_stage_pays(text):
     assert graded(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])[0].grade == grade(text)  # it keeps the contract
 
 
-HOSTILE = {
-    "let rec g x = g x in g a": "ran away",
-    "while true do () done; 7": "ran away",
-    "let rec g x = try g x with _ -> g x in g a": "ran away",
-    "let rec g l = g (a :: a :: l) in g []": "ran away",  # takes memory as long as it may
-    "let rec l = a :: l in if l = l then 7 else 8": "ran away",  # in code of C
-    TYPE_BOMB: "ran away",  # in the type checker
-    "(" * 10**6: "ran away",
-    "exit 0": "type",
-    'print_endline "run\\n8 9"; 0': "type",
-    "raise a": "type",
-    "Stdlib.exit 0": "syntax",
-    'Sys.command "true"': "syntax",
-    'let open struct external exit : int -> int = "caml_sys_exit" end in exit 0': "syntax",
-    '1;;\n#use "/etc/passwd";;': "syntax",
-    "1;; let max _ _ = 7": "syntax",
-    "1 and max _ _ = 7": "syntax",
-    "(* \0 \ud800 é": "syntax",
-    "let ( = ) _ _ = true in 0": (0, 0),
-    "let max _ _ = 7 in let f _ _ = max a b in f a b": (7, 7),
-    "a / 0": (None, None),
-    "assert (a < a); 7": (None, None),
-    "let rec g x = 1 + g x in g a": (None, None),  # the stack is full
-}
+RAN_AWAY = ["let rec g x = g x in g a", "while true do () done; 7", "let rec g x = try g x with _ -> g x in g a"]
+RAN_AWAY += ["let rec g l = g (a :: a :: l) in g []"]  # takes memory as long as it may
+RAN_AWAY += [
+    "let rec l = a :: l in if l = l then 7 else 8",
+    TYPE_BOMB,
+    "(" * 10**6,
+]  # in code of C, in the type checker
+SYNTAX = ["Stdlib.exit 0", 'Sys.command "true"', '1;;\n#use "/etc/passwd";;', "1;; let max _ _ = 7"]
+SYNTAX += ['let open struct external exit : int -> int = "caml_sys_exit" end in exit 0', "1 and max _ _ = 7"]
+HOSTILE = dict.fromkeys(RAN_AWAY, "ran away") | dict.fromkeys([*SYNTAX, "(* \0 \ud800 é"], "syntax")
+HOSTILE |= dict.fromkeys(["exit 0", 'print_endline "run\\n8 9"; 0', "raise a"], "type")
+HOSTILE |= {"let ( = ) _ _ = true in 0": (0, 0), "let max _ _ = 7 in let f _ _ = max a b in f a b": (7, 7)}
+HOSTILE |= dict.fromkeys(["a / 0", "assert (a < a); 7", "let rec g x = 1 + g x in g a"], (None, None))  # a full stack
 
 
 @needs_ocaml

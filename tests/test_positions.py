@@ -1,5 +1,3 @@
-"""nanorook/positions.py against python-chess: rules, mirror, PGN writer; and every format that is read."""
-
 import gzip
 import random
 import re
@@ -60,8 +58,7 @@ def test_the_choice_of_held_out_boards_never_changes():
     """Trained models rely on it."""
     board, squares = chess.Board("8/8/8/4k3/8/8/8/K7 w - - 0 1"), []
     for square in chess.SquareSet(~board.occupied):
-        rook = board.copy()
-        rook.set_piece_at(square, chess.Piece.from_symbol("R"))
+        (rook := board.copy()).set_piece_at(square, chess.Piece.from_symbol("R"))
         squares += [chess.square_name(square)] * P.held_out(rook.fen())
     assert [s for s in squares if s[0] != "e" and s[1] != "5"] == ["h4", "d6", "g7", "h7"]
 
@@ -83,13 +80,6 @@ def save(path, lines):
     text = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
-
-
-def policy_line(position, best):
-    """As the original generator of RookWorld's data writes it, from the description of the format."""
-    moves = random.Random(position.fen).sample(position.moves, len(position.moves))
-    names, evals = " ".join(uci for uci, _ in moves), " ".join(str(cp / 100) for _, cp in moves)
-    return f"P: {position.fen:90}M: {names:30}E: {evals:40}B: {best}"
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -116,12 +106,8 @@ def test_a_board_is_loaded_once_and_each_move_that_is_asked_of_it(tmp_path):
     mirrored = "r1bqkbnr/pppppppp/n7/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 1 9"
     asked = [f"A: {START}+{move}+{move}+{START}+0.001+0+0" for move in ("e2e4", "d2d4", "e2e4")]
     lines = [after.format(1), START, f"{mirrored};;e2e4:20", after.format(7), f"{mirrored};;d2d4:10", *asked]
-    assert P.load(save(tmp_path / "some", lines)) == [
-        (mirrored, (), (("e2e4", 20),), None),
-        (START, (), (), None),
-        (START, (), (), "e2e4"),
-        (START, (), (), "d2d4"),
-    ]
+    expected = [(START, (), (), move) for move in (None, "e2e4", "d2d4")]
+    assert P.load(save(tmp_path / "some", lines)) == [(mirrored, (), (("e2e4", 20),), None), *expected]
     (tmp_path / "games.pgn").write_text("1. e4 e5 2. Nf3 *\n\n1. e4 c5 2. Nf3 *\n\n" * 20)
     assert [len(p.history) for p in P.load(tmp_path / "games.pgn")] == [0, 1, 2, 2]
 
@@ -138,41 +124,33 @@ def test_what_loading_did_not_verify_is_verified_when_it_is_drawn(tmp_path, monk
 
 
 @pytest.mark.parametrize("write", [str, P.expand_board])
-def test_rookworld_policy_lines(positions, tmp_path, write):
-    lines = [policy_line(p, p.moves[-1][0]).replace(p.fen, write(p.fen)) for p in positions]  # with a wrong B:
-    for loaded, position in zip(P.load(save(tmp_path / "rook.txt", lines)), positions, strict=True):
-        assert loaded.fen == position.fen and set(loaded.moves) == set(position.moves)
-        assert [cp for _, cp in loaded.moves] == [cp for _, cp in position.moves]
-
-
-def test_rookworld_environment_lines(positions, tmp_path):
+def test_rookworlds_lines(positions, tmp_path, write):
+    """As the original generator writes them, from the description of the format; with what is wrong there."""
     rng, lines, expected = random.Random(7), [], []
-    for position in positions[1:500]:
-        move = P.environment_move(chess.Board(position.fen), rng, 1 / 4)
-        history = " ".join((*position.history, move)[-10:])
-        line = f"A: {position.fen}+{move}+{history}+{START}+0.001+0+0"  # the wrong next state is not believed
+    for p in positions[1:500]:
+        moves = rng.sample(p.moves, len(p.moves))
+        names, evals = " ".join(uci for uci, _ in moves), " ".join(str(cp / 100) for _, cp in moves)
+        lines.append(f"P: {write(p.fen):90}M: {names:30}E: {evals:40}B: {p.moves[-1][0]}")  # the worst, as for Black
+        move = P.environment_move(chess.Board(p.fen), rng, 1 / 4)
+        line = (
+            f"A: {write(p.fen)}+{move}+{' '.join((*p.history, move)[-10:])}+{START}+0.001+0+0"  # the wrong next state
+        )
         lines.append(rng.choice([line, line.removeprefix("A: ")]))
-        expected.append(Position(position.fen, position.history[-9:], (), move))
-    assert P.load(save(tmp_path / "arbiter.txt", lines)) == expected
+        expected += [(p.fen, (), sorted(p.moves), None), (p.fen, p.history[-9:], [], move)]
+    loaded = P.load(save(tmp_path / "rook.txt", lines))
+    assert [(p.fen, p.history, sorted(p.moves), p.asked) for p in loaded] == expected
+    assert all([cp for _, cp in p.moves] == sorted((cp for _, cp in p.moves), reverse=True) for p in loaded)
 
 
 def test_fen_and_epd_lists(tmp_path):
     """Own format may stand between them: each line is recognised by itself."""
-    lines = [
-        "\ufeff# a comment, and an empty line",
-        "",
-        P.expand_board(EN_PASSANT) + "  ",
-        '1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - - bm Qd1+; id "BK.01; with a mark";',
-        f"{START};;e2e4:20",
-        "8/8/8/4k3/8/8/4P3/4K3 w - - 5 40 bm e4",
-    ]
+    epd, king = "1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - -", "8/8/8/4k3/8/8/4P3/4K3 w - - 5 40"
+    lines = ["\ufeff# a comment, and an empty line", "", P.expand_board(EN_PASSANT) + "  "]
+    lines += [epd + ' bm Qd1+; id "BK.01; with a mark";', f"{START};;e2e4:20", f"{king} bm e4"]
     (tmp_path / "fens").write_text("\r\n".join(lines), encoding="utf-8")
-    assert P.load(tmp_path / "fens") == [
-        (EN_PASSANT, (), (), None),
-        ("1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - - 0 1", (), (), None),
-        (START, (), (("e2e4", 20),), None),
-        ("8/8/8/4k3/8/8/4P3/4K3 w - - 5 40", (), (), None),
-    ]
+    labels = [(), (), (("e2e4", 20),), ()]
+    expected = [(fen, (), moves, None) for fen, moves in zip((EN_PASSANT, f"{epd} 0 1", START, king), labels)]
+    assert P.load(tmp_path / "fens") == expected
 
 
 @pytest.mark.parametrize("name", ["games.pgn", "games.pgn.gz"])
@@ -190,9 +168,10 @@ def test_pgn(tmp_path, name):
     assert P.load(save(tmp_path / name, texts)) == [*expected.values()]
 
 
-@pytest.mark.parametrize(
-    "bad", ["1. e4 e4 *", "1. e4 -- *", '[FEN "what"]\n\n1. e4 *', '[Variant "Atomic"]\n\n1. e4 *']
-)
+BAD_GAMES = ["1. e4 e4 *", "1. e4 -- *", '[FEN "what"]\n\n1. e4 *', '[Variant "Atomic"]\n\n1. e4 *']
+
+
+@pytest.mark.parametrize("bad", BAD_GAMES)
 def test_bad_games_are_left_out_if_they_are_few(tmp_path, capsys, caplog, bad):
     good = '[Event "x"]\n\n1. e4 e5\n2. Nf3 *\n\n'
     (tmp_path / "few.pgn").write_text(good * 20 + bad + "\n\n" + good)
@@ -225,8 +204,7 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
     with pytest.raises(SystemExit, match=expected) as error:
         P.load(tmp_path / "bad")
     message = str(error.value)
-    assert message.startswith(f"error: {tmp_path}/bad") and message.endswith(".")
-    assert "\n" not in message and len(message) < 420
+    assert message.startswith(f"error: {tmp_path}/bad") and "\n" not in message and len(message) < 420
 
 
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys, monkeypatch):

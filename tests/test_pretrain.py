@@ -1,5 +1,3 @@
-"""tools/pretrain.py and tools/texts.py: the texts are right, a run can be killed, and it learns."""
-
 import json
 import os
 import random

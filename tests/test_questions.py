@@ -1,5 +1,3 @@
-"""The questions of rewards.py: their text as documented, and their truth against python-chess."""
-
 import collections
 import random
 from types import SimpleNamespace
@@ -14,6 +12,8 @@ from nanorook.tokenizer import Tokenizer
 from tools import texts
 
 START = chess.STARTING_FEN
+CASTLING = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"
+FOOLS = "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2"
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
 
 
@@ -39,51 +39,38 @@ def test_texts_are_written_as_documented():
     assert texts.environment_completion(fen, 1.0, True, False, "expanded") == f"{expanded}+1.0+1+0"
 
 
-def test_unlabelled_positions_without_stockfish_are_said(tmp_path, monkeypatch, capsys):
-    for labels, program, said in (("", None, "1 of 2 positions have no labels"), ("", "sf", ""), ("a1a8:9", None, "")):
-        (tmp_path / "some").write_text(f"{MATE_IN_ONE};;{labels}\n{START};;e2e4:20")
-        monkeypatch.setattr(rewards.stockfish, "find", lambda path=program: path)
-        rewards.load(tmp_path / "some", None)
-        printed = capsys.readouterr().out
-        assert said in printed and bool(printed) == bool(said)
-
-
 def test_the_longest_prompts_fit_their_width():
     fen = "1n1qkbnr/p1p1p1p1/1p1p1p1p/r7/7R/1P1P1P1P/P1P1P1P1/RNBQK1N1 w KQkq e3 149 249"
-    assert len(rewards.policy_prompt(fen, "expanded")) == rewards.WIDTH["expanded"]["P: "]
     moves = ("a2a4",) * 9 + ("a7a8q",)
-    assert len(rewards.environment_prompt(fen, "a7a8q", moves, "expanded")) == rewards.WIDTH["expanded"]["A: "]
-    encode = Tokenizer.squares().encode
-    assert len(encode(rewards.policy_prompt(fen, "squares"))) == rewards.WIDTH["squares"]["P: "]
-    assert len(encode(rewards.environment_prompt(fen, "a7a8q", moves, "squares"))) == rewards.WIDTH["squares"]["A: "]
+    for text_format, encode in (("expanded", str), ("squares", Tokenizer.squares().encode)):
+        prompts = rewards.policy_prompt(fen, text_format), rewards.environment_prompt(fen, "a7a8q", moves, text_format)
+        assert {p[:3]: len(encode(p)) for p in prompts} == {
+            kind: rewards.WIDTH[text_format][kind] for kind in ("P: ", "A: ")
+        }
 
 
-@pytest.mark.parametrize(
-    "fen, move, expected",
-    [
-        (START, "e2e4", ("rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1", 0.001, False, False)),
-        ("8/P6k/8/8/8/8/8/K7 w - - 3 9", "a7a8n", ("N7/7k/8/8/8/8/8/K7 b - - 0 9", 0.5, True, False)),  # bare material
-        ("r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1", "e1c1", ("r3k2r/8/8/8/8/8/8/2KR3R b kq - 1 1", 0.001, False, False)),
-        ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6", ("4k3/8/3P4/8/8/8/8/4K3 b - - 0 2", 0.001, False, False)),
-        (
-            "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2",
-            "d8h4",
-            ("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3", 1.0, True, False),
-        ),
-        ("7k/8/8/6Q1/8/8/8/K7 w - - 0 1", "g5g6", ("7k/8/6Q1/8/8/8/8/K7 b - - 1 1", 0.5, True, False)),  # stalemate
-        ("8/8/4k3/8/8/8/R7/K7 w - - 149 99", "a2b2", ("8/8/4k3/8/8/8/1R6/K7 b - - 150 99", 0.5, True, False)),
-        ("8/8/4k3/8/8/8/R7/K7 w - - 148 99", "a2b2", ("8/8/4k3/8/8/8/1R6/K7 b - - 149 99", 0.001, False, False)),
-        (MATE_IN_ONE.replace("0 1", "149 99"), "a1a8", ("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 150 99", 1.0, True, False)),
-        (START, "a1a3", None),  # illegal: through its own pawn
-        ("4k3/4r3/8/8/8/8/4B3/4K3 w - - 0 1", "e2d3", None),  # pinned
-        ("4kr2/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1", None),  # castles through check
-        ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8", None),  # promotes to nothing
-        (START, "0000", None),
-        (START, "e2x9", None),
-    ],
-)
-def test_transition_by_hand(fen, move, expected):
-    assert rewards.transition(fen, move) == (expected or (fen, -1.0, False, True))
+MOVES = {  # a position and a move: the next position, reward, terminated, truncated
+    (START, "e2e4"): ("rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1", 0.001, False, False),
+    ("8/P6k/8/8/8/8/8/K7 w - - 3 9", "a7a8n"): ("N7/7k/8/8/8/8/8/K7 b - - 0 9", 0.5, True, False),  # bare material
+    (CASTLING, "e1c1"): ("r3k2r/8/8/8/8/8/8/2KR3R b kq - 1 1", 0.001, False, False),
+    ("4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "e5d6"): ("4k3/8/3P4/8/8/8/8/4K3 b - - 0 2", 0.001, False, False),
+    (FOOLS, "d8h4"): ("rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3", 1.0, True, False),
+    ("7k/8/8/6Q1/8/8/8/K7 w - - 0 1", "g5g6"): ("7k/8/6Q1/8/8/8/8/K7 b - - 1 1", 0.5, True, False),  # stalemate
+    ("8/8/4k3/8/8/8/R7/K7 w - - 149 99", "a2b2"): ("8/8/4k3/8/8/8/1R6/K7 b - - 150 99", 0.5, True, False),
+    ("8/8/4k3/8/8/8/R7/K7 w - - 148 99", "a2b2"): ("8/8/4k3/8/8/8/1R6/K7 b - - 149 99", 0.001, False, False),
+    (MATE_IN_ONE.replace("0 1", "149 99"), "a1a8"): ("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 150 99", 1.0, True, False),
+    (START, "a1a3"): None,  # illegal: through its own pawn
+    ("4k3/4r3/8/8/8/8/4B3/4K3 w - - 0 1", "e2d3"): None,  # pinned
+    ("4kr2/8/8/8/8/8/8/4K2R w K - 0 1", "e1g1"): None,  # castles through check
+    ("8/P6k/8/8/8/8/8/K7 w - - 0 1", "a7a8"): None,  # promotes to nothing
+    (START, "0000"): None,
+    (START, "e2x9"): None,
+}
+
+
+@pytest.mark.parametrize("fen, move", MOVES)
+def test_transition_by_hand(fen, move):
+    assert rewards.transition(fen, move) == (MOVES[fen, move] or (fen, -1.0, False, True))
 
 
 def test_environment_questions_hold_the_truth_and_show_ten_moves(positions):
@@ -136,21 +123,18 @@ def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
 def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_the_labels(positions, side):
     items, config = P.split(positions)[side], SimpleNamespace(extra={"chess_format": "expanded"})
     asked = rewards.make_questions(items, 100, random.Random(0), config)
-    kinds = [q.kind for q in asked]
-    first = round((100 - kinds.count("environment")) * rewards.MIX_FIRST_RATIO)
-    assert kinds.count("mates") == first // 2 and kinds.count("moves") == first - first // 2
-    for question in asked:
-        if question.kind not in ("moves", "mates"):
-            continue
+    kinds = collections.Counter(question.kind for question in asked)
+    first = round((100 - kinds["environment"]) * rewards.MIX_FIRST_RATIO)
+    assert kinds["mates"] == first // 2 and kinds["moves"] == first - first // 2
+    for question in (question for question in asked if question.kind in ("moves", "mates")):
         fen = P.contract_board(question.prompt[3:].removesuffix("M: ").strip())
         board, rungs = chess.Board(fen), dict(question.truth)
         assert P.held_out(fen) == bool(side) and rungs.pop("legal") == [move.uci() for move in board.legal_moves]
         for uci in rungs.get("mate", ()):
-            after = chess.Board(fen)
-            after.push_uci(uci)
+            (after := board.copy()).push_uci(uci)
             assert after.is_checkmate() and uci in rungs["check"]
-        worth = [rewards.grade(question, f"{moves[0]} ").reward for moves in ([["a1a1"]] + [*question.truth.values()])]
-        assert worth[-1] == 1 and rewards.grade(question, f"{rungs.popitem()[1][0]}x").reward == 0
+        assert rewards.grade(question, f"{[*question.truth.values()][-1][0]} ").reward == 1
+        assert rewards.grade(question, f"{rungs.popitem()[1][0]}x").reward == 0
     config = SimpleNamespace(extra={})  # RookWorld-LM's, whose tokens do not end after "M: "
     assert {q.kind for q in rewards.make_questions(items, 100, random.Random(0), config)} == {"policy", "environment"}
 

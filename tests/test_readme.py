@@ -1,5 +1,3 @@
-"""README.md and docs/: they are short, and what they name exists."""
-
 import re
 import textwrap
 from pathlib import Path
@@ -24,6 +22,8 @@ def anchors(file):
 def test_the_readme_and_the_docs_stay_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 220
     assert len(list((ROOT / "docs").glob("*.md"))) <= 8
+    lines = [line for file in FILES for line in file.read_text().splitlines() if not line.startswith(("|", "    "))]
+    assert not [line for line in lines if len(line) > 110]
 
 
 def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
@@ -32,12 +32,6 @@ def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     exec(textwrap.dedent(lines), {})
     assert capsys.readouterr().out == f"{printed}\n"
-
-
-@each_file
-def test_lines_are_wrapped(file):
-    lines = [line for line in file.read_text().splitlines() if not line.startswith(("|", "    "))]
-    assert not [line for line in lines if len(line) > 110]
 
 
 @each_file

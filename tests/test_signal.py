@@ -1,5 +1,3 @@
-"""tools/signal.py: gradients whose noise is known; its own are train.py's. On letters: tests/test_learning.py."""
-
 import re
 from statistics import fmean
 
@@ -67,10 +65,6 @@ def test_gradients_are_those_of_a_step(measure, monkeypatch):
     assert torch.allclose(pieces[:, :-1], found["as set"][:, :-1], atol=1e-4 * step.norm().item())
     halves = found["GROUP_SIZE=2"]  # the mean of two squares is at least the square of the mean
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
-
-
-def test_without_a_reward_there_is_no_gradient(measure):
-    assert signal.describe(measure(CONTROL=True)[1]["as set"]) == "no gradient at all"
 
 
 def test_as_a_user_starts_it(toy_model):

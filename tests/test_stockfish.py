@@ -1,5 +1,3 @@
-"""nanorook/stockfish.py: against python-chess's own engine interface, and with engines that fail."""
-
 import os
 import re
 
@@ -39,10 +37,6 @@ def test_labels_are_those_of_python_chess_s_engine(engine):
     lines = depths[max(depth for depth, lines in depths.items() if len(lines) == 5)]
     assert engine.search(board, 3 * NODES) != (expected := tuple(lines[i] for i in range(1, 6)))  # fills its table
     assert engine.search_afresh(board, NODES) == expected
-
-
-@needs_stockfish
-def test_mates_and_few_legal_moves(engine):
     assert engine.search_afresh(chess.Board(MATE_IN_ONE), 2000)[0] == ("a1a8", 99999)
     assert len(engine.search_afresh(chess.Board(OPENING), 1)) == 5  # nodes are doubled until a depth is finished
     assert engine.search_afresh(chess.Board(MATED_SOON), 2000) == (("h8g8", -99999),)

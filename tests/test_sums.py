@@ -1,5 +1,3 @@
-"""examples/sums.py: what an answer is worth, and that no held-out question is trained on; and examples/start.py."""
-
 import random
 
 import pytest

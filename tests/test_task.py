@@ -1,5 +1,3 @@
-"""A mistake in a task file ends in one sentence that names the rule; a good file may lie anywhere."""
-
 import inspect
 import math
 import re
@@ -53,18 +51,18 @@ def test_a_mistake_is_one_sentence(mistake, toy_run, monkeypatch):
     assert "\n" not in str(end.value)
 
 
-BAD_FILES = [  # a task whose source is changed, and what is said
-    ("DEFAULTS = {}", "", "has no DEFAULTS; nanorook/task.py says what"),
-    ("def grade", "def grades", "has no grade; nanorook/task.py says what"),
-    ('"short": 4', '"two words": 4', "LIMITS has 'two words': 4; a kind is one word, its limit at least 1 token"),
-    ('"short": 4', '"short": 0', "LIMITS has 'short': 0; a kind is one word"),
-]
+BAD_FILES = {  # what is said, and how the task's source is changed
+    "has no DEFAULTS; nanorook/task.py says what": ("DEFAULTS = {}", ""),
+    "has no grade; nanorook/task.py says what": ("def grade", "def grades"),
+    "LIMITS has 'two words': 4; a kind is one word, its limit at least 1 token": ('"short": 4', '"two words": 4'),
+    "LIMITS has 'short': 0; a kind is one word": ('"short": 4', '"short": 0'),
+}
 
 
-@pytest.mark.parametrize("old, new, sentence", BAD_FILES)
-def test_a_wrong_file_is_one_sentence(old, new, sentence, tmp_path):
+@pytest.mark.parametrize("sentence", BAD_FILES)
+def test_a_wrong_file_is_one_sentence(sentence, tmp_path):
     file = tmp_path / "my.task.py"
-    file.write_text(inspect.getsource(toy).replace(old, new))
+    file.write_text(inspect.getsource(toy).replace(*BAD_FILES[sentence]))
     with pytest.raises(SystemExit, match=sentence):
         task.load(file)
 

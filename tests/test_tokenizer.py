@@ -1,5 +1,3 @@
-"""nanorook/tokenizer.py against transformers: the same ids from the same files."""
-
 import json
 import random
 from unittest.mock import Mock
@@ -21,10 +19,8 @@ def test_same_ids_as_transformers(bpe_folder, chess_lines, tmp_path, names):
     tokenizer, reference = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(bpe_folder)
     for text in (*chess_lines, *ODD_TEXTS):
         ids = reference(text).input_ids
-        assert tokenizer.encode(text) == ids
-        assert read(tokenizer, ids)[0] == text
-    assert tokenizer.eos == reference.eos_token_id
-    assert set(tokenizer.files) == set(names)
+        assert tokenizer.encode(text) == ids and read(tokenizer, ids)[0] == text
+    assert tokenizer.eos == reference.eos_token_id and set(tokenizer.files) == set(names)
 
 
 @pytest.mark.parametrize("kind", ["of_bytes", "squares"])
@@ -43,21 +39,16 @@ def test_files_written_for_a_tokenizer_give_the_same_ids(chess_lines, tmp_path, 
     assert loaded.files == original.files
 
 
-def test_bytes_are_tokens():
-    tokenizer = Tokenizer.of_bytes()
-    text = "P: é\n\0 中"
+def test_bytes_and_squares_are_tokens():
+    tokenizer, text = Tokenizer.of_bytes(), "P: é\n\0 中"
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos == 256 and tokenizer.vocab_size == 257
     assert read(tokenizer, [*text.encode(), 256, 65])[0] == text  # nothing after the end token
     assert read(tokenizer, [65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])  # bytes that are no text
     assert tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")  # a text cannot contain the end token
-
-
-def test_squares_are_tokens():
     tokenizer = Tokenizer.squares()
     assert tokenizer.eos == 320 and tokenizer.vocab_size == 321
     assert tokenizer.encode("".join(chess.SQUARE_NAMES)) == list(range(256, 320))  # in python-chess's order
-    assert tokenizer.encode("B: a7a8q") == [*b"B: ", 256 + chess.A7, 256 + chess.A8, ord("q")]
-    assert tokenizer.encode("ab1") == [ord("a"), 256 + chess.B1]
+    assert tokenizer.encode("B: a7a8qb1a") == [*b"B: ", 256 + chess.A7, 256 + chess.A8, *b"q", 256 + chess.B1, *b"a"]
 
 
 BAD = {
@@ -72,17 +63,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, reason):
+def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, monkeypatch, reason):
+    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no route to host")))
+    with pytest.raises(SystemExit, match="no tokenizer files.*no route to host"):
+        Tokenizer.load(tmp_path)
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
     BAD[reason](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=f"{tmp_path}: expected a byte-level BPE as GPT-2's, with .*; .*{reason}"):
-        Tokenizer.load(tmp_path)
-
-
-def test_without_files_and_without_network_the_reason_is_given(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no route to host")))
-    with pytest.raises(SystemExit, match="no tokenizer files.*no route to host"):
         Tokenizer.load(tmp_path)
 
 

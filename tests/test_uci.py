@@ -1,5 +1,3 @@
-"""tools/uci.py: python-chess's engine client plays with it, and a raw client sends what no good program would."""
-
 import os
 import random
 import subprocess

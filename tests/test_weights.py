@@ -1,5 +1,3 @@
-"""The embedded model: small, open to transformers, fluent in both kinds of questions."""
-
 import random
 from pathlib import Path
 
