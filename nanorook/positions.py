@@ -29,8 +29,6 @@ class Position(NamedTuple):
 
 BUILTIN = Path(__file__).parent.parent / "data" / "positions.txt.gz"
 
-# ---- Boards with a dot for each empty square ---------------------------------------------------------------
-
 
 def expand_board(fen):
     """The FEN with a dot for each empty square of its board, so that a square always has the same place."""
@@ -42,9 +40,6 @@ def contract_board(fen):
     """The usual FEN of one with dots; a FEN without dots is returned as it is."""
     board, space, rest = fen.partition(" ")
     return re.sub(r"\.+", lambda match: str(len(match[0])), board) + space + rest
-
-
-# ---- Which positions are one board, and which boards are held out ------------------------------------------
 
 
 def mirror_fen(fen):
@@ -99,12 +94,8 @@ OURS = re.compile(rf"({BOARD} \d+ \d+);((?:{UCI}(?: {UCI})*)?);((?:{UCI}:{CP}(?:
 POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.\d+)?\s+)+)B: {UCI}")
 ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} )*)\2 ?\+[^+]+\+-?\d(?:\.\d+)?\+[01]\+[01]")
 FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
+VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_line`
 
-EXPECTED = (
-    "a FEN, an EPD, 'FEN;recent moves;move:centipawns ...', 'P: FEN M: moves E: evaluations B: move' "
-    "or 'A: FEN+move+recent moves and the move+next FEN+reward+terminated+truncated'"
-)
-VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_lines`
 
 
 def write_position(position):
@@ -135,7 +126,10 @@ def read_position(line):
         return Position(contract_board(match[1]), split_moves(match[3])[-9:], (), match[2])
     if match := FEN_OR_EPD.fullmatch(line):
         return Position(contract_board(match[1]) + (match[2] or " 0 1"), (), ())
-    raise ValueError(f"expected {EXPECTED}, found {line[:40]!r}")
+    raise ValueError(
+        "expected a FEN, an EPD, 'FEN;recent moves;move:centipawns ...', 'P: FEN M: moves E: evaluations B: move' or "
+        f"'A: FEN+move+recent moves and the move+next FEN+reward+terminated+truncated', found {line[:40]!r}"
+    )
 
 
 def verify(position):
@@ -151,32 +145,20 @@ def verify(position):
     return position._replace(fen=board.fen(), moves=moves)
 
 
-def drawn(position):
-    """The position, verified at last: whoever draws one from a long file calls this before using it."""
-    try:
-        verify(position)
-    except ValueError as error:
-        refuse(f"the data's position {position.fen} cannot be used: {error}; remove its line.")
-    return position
-
-
 def read_line(line, number):
     """[position] of a line, [] of an empty one or a comment.
 
-    Verifying a labelled line takes 200 microseconds, ten times as long as reading it. Lines in our own format were
-    written from verified positions, so of the labelled ones only the first VERIFIED_LINES of a file are verified now,
-    which is enough to notice a file that another program wrote, the others when they are drawn; and odd ones: without
-    eight ranks, or with an en passant square. Where no pawn can use that, python-chess removes it, so that `held_out`
-    hashes the same text for the same board.
-    """
+    Labelled lines in our own format were written from verified positions, and half a million of them would take two
+    minutes: only a file's first VERIFIED_LINES are verified, which shows whether another program wrote it. And odd
+    ones: without eight ranks, or with an en passant square. Where no pawn can use that, python-chess removes it, so
+    that `held_out` hashes the same text for the same board."""
     line = line.strip()
     if not line or line.startswith("#"):
         return []
     position = read_position(line)
     odd = position.fen.count("/") != 7 or position.fen.split(" ")[3] != "-"
-    if odd or number <= VERIFIED_LINES or not position.moves or not OURS.fullmatch(line):
-        position = verify(position)
-    return [position]
+    trusted = number > VERIFIED_LINES and position.moves and OURS.fullmatch(line) and not odd
+    return [position if trusted else verify(position)]
 
 
 def read_game(game, number):

@@ -12,7 +12,6 @@ TOKENIZER_FILES += "tokenizer_config.json special_tokens_map.json added_tokens.j
 END = "<|endoftext|>"
 # GPT-2 splits a text into words before it merges, so that no token spans two of them (Radford et al., 2019).
 GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-WHOLE_TEXT = r"[\s\S]+"
 
 
 def byte_names():
@@ -31,7 +30,7 @@ class Tokenizer:
         self.eos = eos
         self.token_bytes = {i: token for token, i in ranks.items()}
         self.vocab_size = max(eos, *ranks.values()) + 1
-        pattern = GPT2_WORDS if words else WHOLE_TEXT
+        pattern = GPT2_WORDS if words else r"[\s\S]+"
         bpe = tiktoken.Encoding("nanorook", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: eos})
         self.encode = bpe.encode_ordinary  # text -> token ids
         self.files = files or tokenizer_files(ranks, eos, words)
@@ -107,13 +106,8 @@ def tokenizer_files(ranks, eos, words):
     end = {"id": eos, "content": END, "special": True, "normalized": False}
     end |= {"single_word": False, "lstrip": False, "rstrip": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
-    content = {
-        "version": "1.0",
-        "added_tokens": [end],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {**vocab, END: eos}, "merges": merges},
-    }
+    content = {"version": "1.0", "added_tokens": [end], "pre_tokenizer": level, "decoder": level}
+    content["model"] = {"type": "BPE", "vocab": {**vocab, END: eos}, "merges": merges}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     settings |= {name: END for name in ("bos_token", "eos_token", "unk_token")}
     return {

@@ -1,12 +1,10 @@
 import gzip
 import random
-import re
 
 import chess
 import chess.pgn
 import pytest
 
-import rewards
 from nanorook import positions as P
 from nanorook.positions import Position
 from tools.texts import mirror, mirror_move
@@ -21,7 +19,6 @@ def positions():
     return P.load("builtin")[:1200]
 
 
-# Boards: dots, mirror, held out
 def test_expanded_boards_have_a_character_for_each_square_and_contract_again(positions):
     for fen in (p.fen for p in positions):
         board, rest = P.expand_board(fen).split(" ", 1)
@@ -42,7 +39,13 @@ def test_mirror_is_python_chess_mirror_and_an_involution(positions):
     assert mirror(position) == ("4k3/8/8/8/3Pp3/8/8/4K3 b - d3 0 2", ("d2d4",), (("e4d3", 3),), "e4e3")
 
 
-def test_held_out_depends_on_the_board_alone(positions):
+def test_held_out_depends_on_the_board_alone_and_never_changes(positions):
+    """Trained models rely on the choice."""
+    board, squares = chess.Board("8/8/8/4k3/8/8/8/K7 w - - 0 1"), []
+    for square in chess.SquareSet(~board.occupied):
+        (rook := board.copy()).set_piece_at(square, chess.Piece.from_symbol("R"))
+        squares += [chess.square_name(square)] * P.held_out(rook.fen())
+    assert [s for s in squares if s[0] != "e" and s[1] != "5"] == ["h4", "d6", "g7", "h7"]
     shares = []
     for position in positions:
         held, four = P.held_out(position.fen), " ".join(position.fen.split()[:4])
@@ -52,15 +55,6 @@ def test_held_out_depends_on_the_board_alone(positions):
     train, held = P.split(positions)
     assert len(train) + len(held) == len(positions) and held
     assert not {P.board_key(p.fen) for p in train} & {P.board_key(p.fen) for p in held}
-
-
-def test_the_choice_of_held_out_boards_never_changes():
-    """Trained models rely on it."""
-    board, squares = chess.Board("8/8/8/4k3/8/8/8/K7 w - - 0 1"), []
-    for square in chess.SquareSet(~board.occupied):
-        (rook := board.copy()).set_piece_at(square, chess.Piece.from_symbol("R"))
-        squares += [chess.square_name(square)] * P.held_out(rook.fen())
-    assert [s for s in squares if s[0] != "e" and s[1] != "5"] == ["h4", "d6", "g7", "h7"]
 
 
 def test_builtin():
@@ -75,7 +69,6 @@ def test_builtin():
         assert len(position.moves) == min(5, board.legal_moves.count())
 
 
-# Formats
 def save(path, lines):
     text = "".join(f"{line}\n" for line in lines).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
@@ -112,17 +105,6 @@ def test_a_board_is_loaded_once_and_each_move_that_is_asked_of_it(tmp_path):
     assert [len(p.history) for p in P.load(tmp_path / "games.pgn")] == [0, 1, 2, 2]
 
 
-@pytest.mark.parametrize("bad", [f"{START};;e2e5:10", f"{START.replace('8/8/8/8', '8/8/8/7')};;e2e4:10"])
-def test_what_loading_did_not_verify_is_verified_when_it_is_drawn(tmp_path, monkeypatch, byte_model, bad):
-    monkeypatch.setattr(P, "VERIFIED_LINES", 1)
-    [good, wrong] = P.load(save(tmp_path / "long", [f"{EN_PASSANT};;e5d6:10", bad]))
-    assert P.drawn(good) is good
-    with pytest.raises(
-        SystemExit, match=f"^error: the data's position {re.escape(wrong.fen)} cannot be used: .*line.$"
-    ):
-        rewards.make_questions([wrong], 1, random.Random(0), byte_model.config)
-
-
 @pytest.mark.parametrize("write", [str, P.expand_board])
 def test_rookworlds_lines(positions, tmp_path, write):
     """As the original generator writes them, from the description of the format; with what is wrong there."""
@@ -132,9 +114,8 @@ def test_rookworlds_lines(positions, tmp_path, write):
         names, evals = " ".join(uci for uci, _ in moves), " ".join(str(cp / 100) for _, cp in moves)
         lines.append(f"P: {write(p.fen):90}M: {names:30}E: {evals:40}B: {p.moves[-1][0]}")  # the worst, as for Black
         move = P.environment_move(chess.Board(p.fen), rng, 1 / 4)
-        line = (
-            f"A: {write(p.fen)}+{move}+{' '.join((*p.history, move)[-10:])}+{START}+0.001+0+0"  # the wrong next state
-        )
+        history = " ".join((*p.history, move)[-10:])
+        line = f"A: {write(p.fen)}+{move}+{history}+{START}+0.001+0+0"  # the wrong next state
         lines.append(rng.choice([line, line.removeprefix("A: ")]))
         expected += [(p.fen, (), sorted(p.moves), None), (p.fen, p.history[-9:], [], move)]
     loaded = P.load(save(tmp_path / "rook.txt", lines))
@@ -143,7 +124,6 @@ def test_rookworlds_lines(positions, tmp_path, write):
 
 
 def test_fen_and_epd_lists(tmp_path):
-    """Own format may stand between them: each line is recognised by itself."""
     epd, king = "1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - -", "8/8/8/4k3/8/8/4P3/4K3 w - - 5 40"
     lines = ["\ufeff# a comment, and an empty line", "", P.expand_board(EN_PASSANT) + "  "]
     lines += [epd + ' bm Qd1+; id "BK.01; with a mark";', f"{START};;e2e4:20", f"{king} bm e4"]
@@ -182,7 +162,6 @@ def test_bad_games_are_left_out_if_they_are_few(tmp_path, capsys, caplog, bad):
         P.load(tmp_path / "many.pgn")
 
 
-# Bad files
 BAD_FILES = [
     (None, "expected a file of positions, but it cannot be read"),
     (gzip.compress(START.encode() * 999)[:-9], "expected a file of positions, but it cannot be read"),
@@ -208,7 +187,6 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
 
 
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys, monkeypatch):
-    """Also beyond the lines that are verified, where one without eight ranks is bad as well."""
     monkeypatch.setattr(P, "VERIFIED_LINES", 100)
     lines, odd = [P.write_position(position) for position in positions[:990]], "8/8/8 w - - 0 1;;a1a2:1"
     assert P.load(save(tmp_path / "few", [*lines[:500], odd, *["?"] * 8, *lines[500:]])) == positions[:990]

@@ -24,7 +24,7 @@ import chess.pgn
 import rewards
 from model import GPT
 from nanorook import hardware, monitor
-from nanorook.positions import board_key, distinct, drawn, held_out, mating_moves
+from nanorook.positions import board_key, distinct, held_out, mating_moves
 from nanorook.settings import number, refuse
 from nanorook.task import graded
 from tools import games
@@ -133,7 +133,7 @@ def find_mates(positions, count):
     A bad reply in a won position often allows mate, and a board is held out or not whatever position it comes from.
     """
     found = {}
-    for position in map(drawn, positions):
+    for position in positions:
         boards = [chess.Board(position.fen)]
         if any(abs(cp) > 1000 for _, cp in position.moves):
             for move in boards[0].legal_moves:
@@ -269,7 +269,7 @@ def main():
     everything = [position for parts in loaded for part in parts for position in part]
     everything = progress(rng.sample(everything, len(everything)), "mates in one")
     mates = {"mate in one": find_mates(everything, a.positions)}
-    positions = [*map(drawn, rng.sample(held, min(a.positions, len(held))))]
+    positions = rng.sample(held, min(a.positions, len(held)))
     if a.bigbench:
         mates["mate in one: BIG-bench"] = read_bigbench(a.bigbench)[: a.positions]
     openings = games.openings(held, a.self_play)

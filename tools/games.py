@@ -19,7 +19,7 @@ from tqdm import tqdm
 import rewards
 from model import GPT
 from nanorook import hardware, monitor, stockfish
-from nanorook.positions import Position, distinct, drawn
+from nanorook.positions import Position, distinct
 from nanorook.settings import number, refuse
 from rollout import sample
 
@@ -52,7 +52,7 @@ def best_moves(model, fens, temperature, group_size=1, seed=0):
 def openings(positions, count):
     """The earliest of the boards in which a game can go on."""
     early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
-    early = map(drawn, distinct(position._replace(asked=None) for position in early))
+    early = distinct(position._replace(asked=None) for position in early)
     return list(itertools.islice((position for position in early if not is_over(chess.Board(position.fen))), count))
 
 
