@@ -35,10 +35,8 @@ def hf_model():
     from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds to import, and few tests need it
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=300, n_positions=128, n_embd=48, n_layer=3, n_head=4, bos_token_id=256, eos_token_id=256
-    )
-    model = GPT2LMHeadModel(config).eval()
+    sizes = dict(vocab_size=300, n_positions=128, n_embd=48, n_layer=3, n_head=4)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4).add_(torch.randn_like(p), alpha=0.02)  # biases and layer norms count too
@@ -61,7 +59,6 @@ def model(hf_folder):
 
 @pytest.fixture(scope="session")
 def chess_lines():
-    """Lines in RookWorld's padded format, with evaluations and mates."""
     prompt, completion, some = rewards.policy_prompt, texts.policy_completion, positions.load("builtin")[:500]
     return [prompt(p.fen, "rookworld") + completion(p.fen, p.moves, "rookworld") for p in some]
 

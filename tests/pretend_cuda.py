@@ -25,21 +25,17 @@ INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, 
 CROSSING = {aten.copy_.default, aten._to_copy.default}
 
 
-class DeviceError(RuntimeError): ...
-
-
-class CaptureError(RuntimeError): ...
+class Forbidden(RuntimeError): ...
 
 
 def line():
-    """The innermost line of the project that is running."""
     frames = [f for f in traceback.extract_stack(limit=40) if f.filename.startswith(ROOT) and f.filename != __file__]
     return f"{frames[-1].filename[len(ROOT) + 1 :]}:{frames[-1].lineno}" if frames else "?"
 
 
 def wait(what):
     if NOW.graph is not None:
-        raise CaptureError(f"{what} makes the host wait during a capture ({line()})")
+        raise Forbidden(f"{what} makes the host wait during a capture ({line()})")
     NOW.seen.waits.append(f"{line()} {what}")
 
 
@@ -113,8 +109,6 @@ class Functions(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """What the device sees."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = tensors_in((args, kwargs := kwargs or {}))
         homes = {device_of(t) for t in tensors} - {CPU}
@@ -123,7 +117,7 @@ class Operators(TorchDispatchMode):
         if func in INDEXING and strangers and not floats and device_of(args[0]) != CPU:
             wait("indices on the CPU")
         elif func not in CROSSING and (len(homes) > 1 or any(t.ndim for t in strangers)):
-            raise DeviceError(f"{func}: {[(tuple(t.shape), str(device_of(t))) for t in tensors]} ({line()})")
+            raise Forbidden(f"{func}: {[(tuple(t.shape), str(device_of(t))) for t in tensors]} ({line()})")
         if home and (func in WAITS or func is aten.copy_.default and strangers):
             wait(func.name())
         if home and func in INDEXING and any(t is not None and t.dtype == torch.bool for t in args[1]):
@@ -135,7 +129,6 @@ class Operators(TorchDispatchMode):
 
 
 def settle(out, tensors, home):
-    """A result lies where its inputs do, or where the caller asked for."""
     if home and not NOW.moving:
         old = {key(t) for t in tensors}
         lay([t for t in tensors_in(out) if key(t) not in old], home)

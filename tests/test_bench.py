@@ -15,7 +15,6 @@ SMALL = {"config": GPTConfig(257, 160, 32, 2, 2, eos_token_id=256), "prompts": 2
 
 @pytest.fixture
 def small(monkeypatch):
-    """bench's own road with workloads of a few tokens."""
     found, asked = {title: w._replace(**SMALL) for title, w in bench.workloads(CPU).items()}, bench.questions(2)
     monkeypatch.setattr(bench, "workloads", lambda device: found)
     monkeypatch.setattr(bench.os, "environ", {**bench.os.environ})  # which main() changes
@@ -23,7 +22,7 @@ def small(monkeypatch):
     return found, asked
 
 
-def test_a_small_run_reports_what_it_promises(small, tmp_path, monkeypatch, capsys):
+def test_a_small_run_reports_medians_of_rounds(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "TRL", {"TRL, float32": bench.TRL["TRL, float32"]})
     monkeypatch.setattr(sys, "argv", ["bench", "W1", "W4", "--runs", "2", "--json", f"{tmp_path}/out.json"])
     bench.main()
@@ -32,17 +31,13 @@ def test_a_small_run_reports_what_it_promises(small, tmp_path, monkeypatch, caps
     assert w["tokens_per_second"] == pytest.approx(2 * 2 * 5 / w["seconds"]) and len(w["rounds"]) == 2
     assert w["ratios"]["TRL, float32"] > 0 and "TRL, float32 takes" in capsys.readouterr().out
     assert len(workloads["W1"]["ratios"]) == 3
-
-
-def test_ratios_are_medians_of_rounds():
-    """The machine gets slower from round to round, and once halts in the middle of a round."""
+    # where the machine gets slower from round to round, and once halts in the middle of one
     rounds = [{"nanorook": a, "peer": b} for a, b in ((1.0, 3.0), (2.0, 6.0), (4.0, 40.0))]
     found = bench.summary(rounds, bench.Workload("", None, 2, 2, 5))
     assert found["ratios"] == {"peer": 3.0} and found["seconds"] == 2.0 and found["tokens_per_second"] == 5 * 4 / 2
 
 
 def test_transformers_completes_the_same_prompts_with_the_same_weights(small, monkeypatch, tmp_path):
-    """Where only the likeliest token may be drawn, its side makes the project's own greedy tokens."""
     from transformers import GPT2LMHeadModel
 
     seen, original = [], GPT2LMHeadModel.generate
@@ -59,7 +54,6 @@ def test_transformers_completes_the_same_prompts_with_the_same_weights(small, mo
 
 
 def test_a_step_of_the_bench_is_a_step_of_training(small, monkeypatch):
-    """The reference is consulted, every token is trained, and the weights move."""
     seen, original = [], train.update
     monkeypatch.setattr(train, "update", lambda *a: seen.append(original(*a)) or seen[-1])
     model, step = bench.prepare(small[0]["W4"], small[1], CPU, torch.float32)

@@ -33,7 +33,6 @@ def examine(monkeypatch):
 
 
 def said(found, name, words):
-    """The first check that is wrong has `name` in its name, and says `words`."""
     wrong = next(check for check in found.values() if check.sentence)
     assert name in wrong.name and words in wrong.sentence, wrong
 

@@ -12,7 +12,6 @@ WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5), "c.bias":
 
 
 def refused(function, *arguments):
-    """The one sentence that it refuses with."""
     with pytest.raises(SystemExit) as error:
         function(*arguments)
     assert "\n" not in str(error.value)

@@ -29,7 +29,6 @@ def any_move(fen):
 
 
 def until(last, policy=any_move):
-    """Plays on to move number `last`, in which White answers nonsense."""
     return lambda fen: answer_of("e1e9") if int(fen.split()[-1]) == last else policy(fen)
 
 
@@ -37,7 +36,6 @@ FOOLS_MATE, REPETITION = (("f2f3", "e7e5"), ("g2g4", "d8h4")), (("g1f3", "g8f6")
 
 
 def scripted(*moves):
-    """Plays these pairs of moves, and again from the first one."""
     return lambda fen: answer_of(moves[(int(fen.split()[-1]) - 1) % len(moves)][fen.split()[1] == "b"])
 
 
@@ -54,13 +52,12 @@ def answer_by(monkeypatch, policy=any_move, environment=true_environment):
     monkeypatch.setattr(games, "sample", sample)
 
 
-@pytest.mark.parametrize(
-    "policy, half_moves, illegal",
-    [(until(6), 10, 1), (lambda fen: "no answer", 0, 1), (scripted(*FOOLS_MATE), 4, 0), (scripted(*REPETITION), 8, 0)],
-)
-def test_self_play_counts_half_moves_before_an_illegal_one_or_the_end(
-    byte_model, monkeypatch, policy, half_moves, illegal
-):
+SELF_PLAY = [(until(6), 10, 1), (lambda fen: "no answer", 0, 1)]
+SELF_PLAY += [(scripted(*FOOLS_MATE), 4, 0), (scripted(*REPETITION), 8, 0)]
+
+
+@pytest.mark.parametrize("policy, half_moves, illegal", SELF_PLAY)
+def test_self_play_counts_half_moves_before_an_illegal_one(byte_model, monkeypatch, policy, half_moves, illegal):
     answer_by(monkeypatch, policy)
     counted = games.count("self", *games.play(byte_model, [START], 0.0))
     assert counted["half-moves before an illegal one"] == [(half_moves, 1)]
@@ -75,30 +72,18 @@ def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
     assert games.openings([*copies, late, mirror(early)], 5) == [early, late]
 
 
-@pytest.fixture
-def command(byte_model, monkeypatch, capsys, tmp_path):
-    """command("--games", 2): what is printed, {row: figures}, and the games."""
-    byte_model.save(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["games", *map(str, arguments)])
-        games.main()
-        with open("games.pgn") as file:
-            played = list(iter(lambda: chess.pgn.read_game(file), None))
-        rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[3:]]
-        return {row: figures for row, *figures in rows}, played
-
-    return run
-
-
 @pytest.mark.needs("stockfish")
 @pytest.mark.parametrize("policy", [until(4), any_move])
-def test_the_score_against_stockfish_is_that_of_the_games_written(policy, command, monkeypatch):
-    """The games are read again by python-chess, which knows how they ended."""
+def test_the_score_against_stockfish_is_that_of_the_games_written(policy, byte_model, monkeypatch, capsys, tmp_path):
     answer_by(monkeypatch, policy)
-    arguments = "--opponent", "stockfish", "--games", 6, "--temperature", 0, "--skill", 20, "--nodes", 300
-    printed, played = command("mine", *arguments, "--pgn", "games.pgn")
+    byte_model.save(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    command = "games mine --opponent stockfish --games 6 --temperature 0 --skill 20 --nodes 300 --pgn games.pgn"
+    monkeypatch.setattr(sys, "argv", command.split())
+    games.main()
+    printed = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()[3:])
+    with open("games.pgn") as file:  # read again by python-chess, which knows how they ended
+        played = list(iter(lambda: chess.pgn.read_game(file), None))
     assert len({game.headers["FEN"] for game in played}) == 6  # each from a position of its own
     points, illegal, lengths = [], [], []
     for i, game in enumerate(played):
@@ -115,5 +100,5 @@ def test_the_score_against_stockfish_is_that_of_the_games_written(policy, comman
         assert points[-1] == (0.5 if won is None else won == color)
     expected = {"score": points, "lost": [p == 0 for p in points], "lost by an illegal move": illegal}
     for row, values in (expected | {"half-moves": lengths}).items():
-        assert printed[row] == [monitor.with_interval(*monitor.interval(values))], row
+        assert printed[row].strip() == monitor.with_interval(*monitor.interval(values)), row
     assert points == [0] * 6 and any(illegal) == (policy != any_move)  # Stockfish mates who plays at random

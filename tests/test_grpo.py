@@ -1,5 +1,3 @@
-"""grpo.py against TRL's own code, torch.distributions, exact expectations and examples computed by hand."""
-
 import copy
 import math
 
@@ -17,7 +15,6 @@ N, T, GROUP, LIMIT = 8, 12, 4, 20
 
 
 def made_up():
-    """Random rows with ragged masks and ratios on both sides of any clip."""
     g = torch.Generator().manual_seed(0)
     logprobs, weights = torch.rand(2, N, T, generator=g, dtype=torch.float64)
     away, ref_away = torch.randn(2, N, T, generator=g, dtype=torch.float64)
@@ -132,7 +129,6 @@ def test_advantages_equal_trl(trl, scale):
     assert ours[:GROUP].abs().max() > 0.1 and (ours[GROUP:] == 0).all()
 
 
-# Advantages and credit
 @pytest.mark.parametrize("scale", ["none", "group"])
 def test_groups_without_variance_give_exactly_zero(scale):
     rewards = torch.tensor([0.1] * 7 + [0.7] * 7 + [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])[:, None]
@@ -146,10 +142,8 @@ def test_groups_without_variance_give_exactly_zero(scale):
 
 def test_credit_of_an_example_by_hand(toy_settings):
     """The texts "ab  cde f" and "ab" as ab|␣␣c|de|␣f and a|b: a token belongs to the span of its last character."""
-    pieces = [
-        [("whole", 0.5), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("ends", 0.1, (0, 3), (7, 9))],
-        [("whole", 0.1), ("first", 0.6, (0, 2))],
-    ]
+    pieces = [[("whole", 0.5), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("ends", 0.1, (0, 3), (7, 9))]]
+    pieces += [[("whole", 0.1), ("first", 0.6, (0, 2))]]
     answers = [Answer(None, "", ends, False, Grade(some, {})) for some, ends in zip(pieces, ([2, 5, 7, 9], [1, 2]))]
     batch = Batch(*[None] * 2, torch.zeros(2, 6), *[None] * 3)
 
@@ -183,12 +177,10 @@ def test_the_better_answer_becomes_likelier(loss, credit, toy_settings):
     assert better > 1e-4 and worse < -1e-4
 
 
-# The policy loss
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [-1e30, -90.0, 90.0, 1e30])
 def test_no_log_ratio_overflows(loss, sign, log_ratio):
-    """The incident: a ratio of 99,990 made a gradient norm of 54,648,652."""
     old, mask = torch.full((2, 3), -1.0 - log_ratio), torch.ones(2, 3)
 
     def value(logprobs):
@@ -216,24 +208,19 @@ def test_what_the_mask_hides_never_counts(loss):
     assert run(logprobs, old, ref, weights)[0].isnan()  # a NaN that counts is not hidden
 
 
-def test_stats_by_hand():
-    ratio = torch.tensor([[0.5, 1.0, 2.0, 9.0], [0.5, 1.0, 2.0, 9.0]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+def test_stats_and_importance_weights_by_hand():
+    ratio, mask = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).repeat(2, 1), torch.tensor([[1, 1, 1, 0]]).repeat(2, 1)
     args = ratio.log(), torch.zeros(2, 4), torch.tensor([1.0, -1.0]), mask
     expected = dict(tokens=6, ratio_gap=3, clip_low=1, clip_high=1)
     gspo = dict(ratio_gap=0, clip_low=0, clip_high=0)  # 0.5 · 1 · 2: both rows have ratio 1
     for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2), "gspo": gspo}.items():
         stats = grpo.policy_loss(*args, **settings(loss, mask))[1]
         assert {k: v.item() for k, v in stats.items()} == pytest.approx(expected | changed)
-
-
-def test_importance_weights():
     weights = grpo.importance_weights(torch.zeros(4, requires_grad=True), torch.tensor([0, -0.5, 0.5, -1e4]))
     torch.testing.assert_close(weights, torch.tensor([1.0, math.exp(0.5), math.exp(-0.5), grpo.MAX_IMPORTANCE]))
     assert not weights.requires_grad
 
 
-# A step: microbatches change nothing
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypatch):
     """Two epochs, so the logprobs of the first one's weights and of the reference are cut, too."""
@@ -256,7 +243,6 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
         torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)
 
 
-# KL
 def test_kl_estimators_and_their_gradients_are_as_documented():
     """Exactly averaged over the sampled token, of a distribution with six."""
     logits, ref_logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -282,7 +268,6 @@ def test_kl_estimators_and_their_gradients_are_as_documented():
     assert reverse > 0.3 and (gradient(reverse) - gradient(forward)).abs().max() > 0.1
 
 
-# Logprobs, entropy, schedules
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_and_entropy_equal_torch_distributions(temperature, dtype):

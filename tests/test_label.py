@@ -33,7 +33,6 @@ def run(*args, wrong="", **env):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The file of a small run that was not interrupted, with one worker."""
     out = tmp_path_factory.mktemp("undisturbed") / "positions.txt"
     run(out, *GAMES, "--workers", 1)
     assert [file.name for file in out.parent.iterdir()] == ["positions.txt"]
@@ -96,7 +95,6 @@ def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path,
     if how == signal.SIGINT:
         assert err.strip().endswith(f"Stopped; the same command continues from {partial}.") and "Traceback" not in err
     wait_for(lambda: not any(map(alive, family)))
-
     kept = partial.read_bytes() + b"rnbqkbnr/pppp"  # ended in the middle of a line
     partial.write_bytes(kept)
     run(out, *GAMES, "--seed", 1, wrong="was started with other settings")

@@ -11,8 +11,8 @@ import rewards
 import toy
 import train
 from nanorook import monitor
+from toy import ROOT
 
-ROOT = Path(__file__).parent.parent
 FIVE = {"model", "rollout", "rewards", "grpo", "train"}
 OWN = FIVE | {"nanorook", "tools", "experiments", "examples", "tests"}
 FOLDERS = ("nanorook", "tools", "examples", "experiments")
@@ -32,11 +32,8 @@ def allowed(file):
     return own | (FIVE if folder == "experiments" or name in ("doctor", "bench", "signal") else FIVE - {"train"})
 
 
-def test_the_five_are_all_that_is_at_the_root():
+def test_the_root_has_the_five_one_oldest_python_and_each_package_pinned_once():
     assert {file.stem for file in ROOT.glob("*.py")} == FIVE
-
-
-def test_one_oldest_python_is_named_everywhere_and_each_package_is_pinned_once():
     project = (ROOT / "pyproject.toml").read_text()
     oldest = re.search(r'requires-python = ">=(3\.\d+)"', project)[1]
     for file, mentions in (("README.md", 1), ("experiments/gpu/README.md", 1), ("tools/setup.sh", 3)):

@@ -35,13 +35,6 @@ def test_intervals_are_students(n, factor):
     assert monitor.interval([1.0]) == (1.0, math.inf)
 
 
-def test_a_table_has_the_rows_of_all_its_columns():
-    """A start model that never finds one of the engine's moves has no loss of a move."""
-    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, math.inf)}})
-    words = [" ".join(line.split()) for line in lines.splitlines()[1:]]
-    assert words == ["legal 0.500 ± 0.100 0.750 ± 0.100", "loss 0.250"]  # of one value alone there is no interval
-
-
 def test_the_interval_of_a_ratio_holds_what_it_says():
     """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
     rng, held = numpy.random.default_rng(0), 0
@@ -67,10 +60,15 @@ def test_a_step_is_diagnosed(state):
         assert found["state"] == state and bool(found["advice"]) == (state != "green"), change
 
 
-def test_a_step_is_one_line_whose_time_left_counts_evaluations():
+def test_a_step_is_one_line_and_a_table_has_the_rows_of_all_its_columns():
     row = HEALTHY | {"a/reward": 0.25, "b/reward": 0.75, "seconds": {"rollout": 3.0, "update": 1.0}, "advice": "x"}
     line = monitor.progress_line([row | {"step": step, "state": "red"} for step in (6, 7, 8)], 80, 22.4)
-    assert line == "step 8/80 reward 0.500 (a 0.25, b 0.75) kl 0.0000 zero-std 0% 0:05:10 left ● red\n  x"
+    assert (
+        line == "step 8/80 reward 0.500 (a 0.25, b 0.75) kl 0.0000 zero-std 0% 0:05:10 left ● red\n  x"
+    )  # evaluations counted
+    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, math.inf)}})
+    words = [" ".join(line.split()) for line in lines.splitlines()[1:]]
+    assert words == ["legal 0.500 ± 0.100 0.750 ± 0.100", "loss 0.250"]  # of one value alone there is no interval
 
 
 def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):

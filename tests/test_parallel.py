@@ -35,7 +35,6 @@ def out_of_memory(*args):
 
 
 def program(out, model):
-    """What each of two processes does; at last the second one runs out of memory."""
     parallel.start(torch.device("cpu"), 2)
     parallel.start, parallel.finish = lambda device, processes: device, lambda: None
     for name in RUNS:

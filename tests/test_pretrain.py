@@ -4,7 +4,6 @@ import random
 import shutil
 import signal
 import sys
-import types
 
 import chess
 import pytest
@@ -27,15 +26,15 @@ FEN = "r1b1k2r/pp3ppp/2n5/3qP3/3P4/2P2N2/P4PPP/R1BQK2R w KQkq - 1 11"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """run("folder", "--steps", 3, at={2: action}) is a run in this process, with something that happens at a step."""
+    """run("folder", "--steps", 3, at_2=action) is a run in this process, with something that happens at a step."""
 
-    def run(out, *arguments, at=types.MappingProxyType({})):
+    def run(out, *arguments, **at):
         schedule = pretrain.schedule
         monkeypatch.setattr(sys, "argv", ["pretrain", str(tmp_path / out), *TINY, *map(str, arguments)])
         with monkeypatch.context() as patch:
             for kind in rewards.LIMITS:
                 patch.setitem(rewards.LIMITS, kind, 4)
-            patch.setattr(pretrain, "schedule", lambda step, *end: at.get(step, int)() or schedule(step, *end))
+            patch.setattr(pretrain, "schedule", lambda step, *end: at.get(f"at_{step}", int)() or schedule(step, *end))
             pretrain.main()
         return tmp_path / out
 
@@ -139,9 +138,9 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     arguments = "--data", few, "--steps", 6, "--eval-every", 2
     run("whole", *arguments)
     with pytest.raises(ZeroDivisionError):
-        run("broken", *arguments, at={5: lambda: 1 / 0})  # the end of step 4 was saved, step 5 is lost
+        run("broken", *arguments, at_5=lambda: 1 / 0)  # the end of step 4 was saved, step 5 is lost
     with pytest.raises(SystemExit, match="stopped at step 5; the same command goes on from there"):
-        run("broken", *arguments, at={4: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+        run("broken", *arguments, at_4=lambda: os.kill(os.getpid(), signal.SIGTERM))
     run("broken", *arguments, "--workers", 2)  # no draw depends on how many processes make the texts
     assert "resumed" in capsys.readouterr().out
     whole, broken = (torch.load(tmp_path / name / "trainer.pt") for name in ("whole", "broken"))
@@ -150,7 +149,6 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     rows = [[json.loads(row) for row in open(tmp_path / name / "skill.jsonl")] for name in ("whole", "broken")]
     assert [{**row, "seconds": 0} for row in rows[0]] == [{**row, "seconds": 0} for row in rows[1]]
     assert [row["texts"] for row in rows[0]] == [16, 32, 48] and "environment next_state T=1" in rows[0][0]
-
     os.remove(tmp_path / "broken/config.json")  # as after a kill between trainer.pt and the model
     GPT.load(run("broken", *arguments))
 
@@ -170,7 +168,6 @@ def test_it_learns(run, few, monkeypatch):
 
 
 def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
-    """The 124M configuration in small: its text format, a byte-level BPE from a folder, weights to start from."""
     shape = "--tokenizer", bpe_folder, "--format", "rookworld", "--positions", 512, "--half"
     model = GPT.load(run("n", "--data", few, "--steps", 1, "--init", run("m", "--data", few, "--steps", 2, *shape)))
     assert model.config.extra["chess_format"] == "rookworld"

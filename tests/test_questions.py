@@ -19,7 +19,6 @@ MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
 
 @pytest.fixture(scope="module")
 def positions():
-    """The embedded positions of both sides, with White's and Black's turn."""
     return P.load("builtin")[:4000]
 
 
@@ -27,9 +26,8 @@ def test_texts_are_written_as_documented():
     fen, moves = "7k/8/8/8/8/8/R7/K7 w - - 0 1", (("a2h2", 512), ("a2a3", -30), ("a1b1", 99998))
     pad = " " * (90 - len(fen))
     assert rewards.policy_prompt(fen, "rookworld") == f"P: {fen}"
-    assert texts.policy_completion(fen, moves, "rookworld") == (
-        f"{pad}M: {'a2h2 a2a3 a1b1':30}E: {'5.12 -0.3 999.98':40}B: a1b1"
-    )
+    written = f"{pad}M: {'a2h2 a2a3 a1b1':30}E: {'5.12 -0.3 999.98':40}B: a1b1"
+    assert texts.policy_completion(fen, moves, "rookworld") == written
     expanded = ".......k/......../......../......../......../......../R......./K....... w - - 0 1"
     assert rewards.policy_prompt(fen, "expanded") == f"P: {expanded}".ljust(94)
     assert texts.policy_completion(fen, moves, "expanded") == "M: a2h2 a2a3 a1b1 E: 5.12 -0.3 999.98 B: a1b1"
@@ -44,9 +42,7 @@ def test_the_longest_prompts_fit_their_width():
     moves = ("a2a4",) * 9 + ("a7a8q",)
     for text_format, encode in (("expanded", str), ("squares", Tokenizer.squares().encode)):
         prompts = rewards.policy_prompt(fen, text_format), rewards.environment_prompt(fen, "a7a8q", moves, text_format)
-        assert {p[:3]: len(encode(p)) for p in prompts} == {
-            kind: rewards.WIDTH[text_format][kind] for kind in ("P: ", "A: ")
-        }
+        assert {prompt[:3]: len(encode(prompt)) for prompt in prompts} == rewards.WIDTH[text_format]
 
 
 MOVES = {  # a position and a move: the next position, reward, terminated, truncated

@@ -1,16 +1,14 @@
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 
 import train
+from toy import ROOT
 
-ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TESTS = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
-each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 
 
 def anchors(file):
@@ -34,8 +32,8 @@ def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{printed}\n"
 
 
-@each_file
-def test_what_is_named_exists(file):
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_each_file_and_setting_that_is_named_exists(file):
     text = file.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
@@ -47,11 +45,6 @@ def test_what_is_named_exists(file):
         assert (ROOT / path).exists(), path
     for test in re.findall(r"`(test_\w+)`", text):
         assert f"def {test}(" in TESTS, test
-
-
-@each_file
-def test_settings_exist(file):
-    text = file.read_text()
     elsewhere = {"PYTHON", "SUMS_REWARD", "QUESTIONS"}  # of setup.sh, examples/sums.py and tools.signal
     settings = {*train.settings.values(), *elsewhere}
     for line in re.findall(r".*train\.(?:sh|py)\b.*", text):

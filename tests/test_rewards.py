@@ -1,5 +1,3 @@
-"""rewards.py: what a better answer is worth, and that any text at all has a reward."""
-
 import itertools
 import math
 import random
@@ -33,7 +31,6 @@ def legal_moves(fen):
 
 
 def label(fen):
-    """Up to five moves, best first, in steps of 0.37 pawns."""
     moves = legal_moves(fen)
     random.Random(0).shuffle(moves)
     return tuple((uci, 80 - 37 * i) for i, uci in enumerate(moves[:5]))
@@ -63,7 +60,6 @@ def engine(monkeypatch):
 
 # Invariant 7: any text has a reward
 def fragments():
-    """Texts that are nearly answers, and ones that are anything but."""
     words = "M: E: B: e2e4 e7e8q 0.3 -2.82 + 0 1 0.001 -1.0 nan ٣ 1e999 8 . / é 🙂 \0 \n".split(" ") + ["", "\ud800"]
     words += [AFTER, AFTER + "+0.001+0+0", "M: e2e4 E: 0.3 B: e2e4", "9" * 400, "8/" * 500, "e2e4 " * 900]
     known = st.lists(st.sampled_from(words), max_size=24).map(" ".join)
@@ -151,31 +147,26 @@ def test_each_piece_judges_its_own_words(text_format):
     words = [[word] for word in fen.replace("/", " ").split()]
     assert [judged[f"words {i}"] for i in range(13)] == [judged[f"similarity {i}"] for i in range(13)] == words
     assert [*judged["next_state"], *judged["reward"], *judged["terminated"], *judged["truncated"]] == [fen, *rest]
-
-
-@pytest.mark.parametrize("best", [label(START)[1][0], "a2a4", "e2e5"])
-def test_the_best_move_is_judged_where_it_is_listed_too(best):
-    """Also where it earns nothing: a2a4 is not among the engine's five, and e2e5 is illegal."""
-    judged = judged_words(policy, answer(["b2b4", best, "c2c4"], [0.3, 0.2, 0.1], best))
-    assert all(judged[name] == [best, best] for name in ("listed", "legal", "top5", "loss", "best"))
-    assert judged_words(policy, answer(["b2b4"], [0.3], best))["legal"] == [best]
-
-
-def test_a_wrong_state_is_the_fault_of_its_wrong_words():
+    for best in label(START)[1][0], "a2a4", "e2e5":  # where it is listed too, though the last two earn nothing
+        judged = judged_words(policy, answer(["b2b4", best, "c2c4"], [0.3, 0.2, 0.1], best))
+        assert all(judged[name] == [best, best] for name in ("listed", "legal", "top5", "loss", "best"))
+        assert judged_words(policy, answer(["b2b4"], [0.3], best))["legal"] == [best]
     text = AFTER.replace(" b ", " w ").replace("pppppppp", "ppp1pppp") + "+0.001+0+0"
-    assert judged_words(environment, text)["next_state"] == ["ppp1pppp", "w"]
+    assert judged_words(environment, text)["next_state"] == ["ppp1pppp", "w"]  # its wrong words alone
 
 
-# The policy
 @pytest.mark.parametrize("fen", FENS)
 @pytest.mark.parametrize("text_format", FORMATS)
 def test_a_perfect_answer_is_worth_one(fen, text_format):
-    result = policy(texts.policy_completion(fen, label(fen), text_format), fen, text_format=text_format)
+    text = texts.policy_completion(fen, label(fen), text_format)
+    result = policy(text, fen, text_format=text_format)
+    assert policy(f"  {text.replace(' ', '   ')} ", fen).reward == 1.0  # any run of spaces is one
     assert result.reward == 1.0 and result.metrics.pop("eval_mae") == result.metrics.pop("cp_loss") == 0
     assert {result.metrics[name] for name in ("legal", "top5", "best", "candidates", "candidates_legal")} == {1.0}
     for move in label(fen)[0][0], "e2e5":
         text = texts.environment_completion(*rewards.transition(fen, move), text_format)
         result = environment(text, fen, move, text_format)
+        assert environment(text.replace(" ", "   ").replace("+", " + "), fen, move, text_format).reward == 1.0
         assert result.reward == result.metrics["next_state"] == result.metrics["truncated"] == 1.0
 
 
@@ -187,9 +178,8 @@ def rungs(fen, labels):
     found = {name: [] for name in ("malformed", "structure", "parse", "legal", "top5", "best")}
     for moves, exact, rest in itertools.product(filter(None, lists), (True, False), ("", " e2e4", " M: x E: y B: z")):
         numbers = [true.get(uci, 0) if exact else "-99999.5" for uci in moves]
-        answers = {"parse": ["a1a1", "h8h8"], "legal": others[:6], "top5": five[1:], "best": five[:1]}
-        for rung, moves_of_rung in answers.items():
-            found[rung] += [answer(moves, numbers, uci, rest) for uci in moves_of_rung]
+        for rung, best in ("parse", ["a1a1", "h8h8"]), ("legal", others[:6]), ("top5", five[1:]), ("best", five[:1]):
+            found[rung] += [answer(moves, numbers, uci, rest) for uci in best]
         text = answer(moves, numbers, five[0], rest)
         found["structure"] += [text.replace("E: ", "E: 1 ", 1), answer(moves, numbers, "")]
         found["malformed"] += [text[1:], text.replace("E:", "")]
@@ -198,7 +188,6 @@ def rungs(fen, labels):
 
 @pytest.mark.parametrize("fen", FENS)
 def test_each_rung_is_worth_more_than_the_one_below(fen):
-    """Malformed < structure < readable < legal < one of the five < best, whatever is said beside it."""
     labels = label(fen)
     below, order = -math.inf, ("structure", "parse", "legal", "top5", "best")
     for reached, (name, answers) in enumerate(rungs(fen, labels).items()):
@@ -210,16 +199,12 @@ def test_each_rung_is_worth_more_than_the_one_below(fen):
 
 
 SLOTS = ["a1a1", "h6h5", *legal_moves(START)]
+SOME_MOVES = st.lists(st.sampled_from(SLOTS), min_size=1, max_size=8, unique=True)
+SOME_NUMBERS = st.lists(st.floats(-30, 30).map(lambda x: round(x, 2)), min_size=8, max_size=8)
 
 
 @settings(quick, max_examples=200)
-@given(
-    st.lists(st.sampled_from(SLOTS), min_size=1, max_size=8, unique=True),
-    st.lists(st.floats(-30, 30).map(lambda x: round(x, 2)), min_size=8, max_size=8),
-    st.sampled_from(SLOTS),
-    st.sampled_from(["", " e2e4", " and so on"]),
-    st.integers(0, 7),
-)
+@given(SOME_MOVES, SOME_NUMBERS, st.sampled_from(SLOTS), st.sampled_from(["", " e2e4", " so on"]), st.integers(0, 7))
 def test_a_better_policy_answer_never_scores_lower(moves, numbers, best, rest, i):
     true, legal = {uci: cp / 100 for uci, cp in label(START)}, legal_moves(START)
     numbers, i = numbers[: len(moves)], i % len(moves)
@@ -243,13 +228,13 @@ def test_a_better_policy_answer_never_scores_lower(moves, numbers, best, rest, i
 
 
 def test_the_worth_of_a_list_of_candidates():
+    """Each move outside of the five costs, each one left out, each illegal, repeated or further one."""
     five = [uci for uci, _ in label(START)]
     other = [uci for uci in legal_moves(START) if uci not in five]
 
     def reward(moves):
         return policy(answer(moves, [0.1] * len(moves), five[0])).reward
 
-    # each move outside of the five costs, each one left out, each illegal, repeated or further one
     assert reward(five) > reward(five[:4] + other[:1]) > reward(five[:3] + other[:2]) > reward(five[:3] + other[:1])
     assert reward(five[:4] + ["a1a1"]) < reward(five[:4]) < reward(five)
     assert max(reward(five + five[:1]), reward(five + other[:1])) < reward(five)
@@ -259,13 +244,12 @@ def test_the_worth_of_a_list_of_candidates():
 
 
 def test_evaluations_are_compared_in_pawns_and_bounded():
-    def error(move, number):
+    for move, number, error in (
+        *(("e2e4", "0.3", 0), ("e2e4", "1.3", 1), ("e2e4", "30", 9.7), ("e2e4", "9" * 2000, 9.7)),
+        *(("d2d4", "-999.5", 0), ("d2d4", "999.98", 20)),  # a mate in more moves is a mate
+    ):
         labels = ("e2e4", 30), ("d2d4", -99998)
-        return policy(answer([move], [number], "e2e4"), labels=labels).metrics["eval_mae"]
-
-    assert error("e2e4", "0.3") == 0 and error("e2e4", "1.3") == pytest.approx(1)
-    assert error("e2e4", "30") == error("e2e4", "9" * 2000) == pytest.approx(9.7)
-    assert error("d2d4", "-999.5") == 0 and error("d2d4", "999.98") == 20  # a mate in more moves is a mate
+        assert policy(answer([move], [number], "e2e4"), labels=labels).metrics["eval_mae"] == pytest.approx(error)
 
 
 def test_the_best_move_is_best_for_the_side_to_move():
@@ -278,28 +262,20 @@ def test_the_best_move_is_best_for_the_side_to_move():
     assert all(policy(answer(["a2a3"], [0], uci), labels=equal).metrics["best"] == 1 for uci in ("d2d4", "e2e4"))
 
 
-def test_an_engine_is_asked_where_labels_lack(engine):
-    engine.label.side_effect = label
-    for text in GOOD, "M: e2e4 E: 0 B: e2e4":
-        assert policy(text, labels=()).pieces == policy(text).pieces
-    engine.label.assert_called_with(START)
-    assert engine.label.call_count == 2  # never where there are labels
-
-
-def test_without_an_engine_the_ladder_ends_at_legal():
+def test_an_engine_is_asked_where_labels_lack_and_without_one_the_ladder_ends_at_legal(engine):
     moves = legal_moves(START)
     legal, illegal = (policy(answer(moves[:5], [0] * 5, best), labels=()) for best in (moves[0], "a1a1"))
     unknown = sum(POLICY_WEIGHTS[name] for name in ("candidates", "evals", "top5", "loss", "best"))
     assert legal.reward == pytest.approx(1 - unknown) and legal.reward > illegal.reward
     assert legal.metrics["unlabelled"] == 1.0 and not {"top5", "best", "candidates"} & legal.metrics.keys()
+    engine.reset_mock()
+    engine.label.side_effect = label
+    for text in GOOD, "M: e2e4 E: 0 B: e2e4":
+        assert policy(text, labels=()).pieces == policy(text).pieces
+    assert engine.label.call_args_list == [((START,),)] * 2  # never where there are labels
 
 
 GOOD = "M: e2e4 d2d4 E: 0.3 -0.25 B: e2e4"
-
-
-def test_any_run_of_spaces_is_one():
-    assert policy(f"  {GOOD.replace(' ', '   ')}   ").reward == policy(GOOD).reward
-    assert environment(f"  {AFTER.replace(' ', '   ')} + 0.0010 + 0 + 0  ").reward == 1.0
 
 
 ODD_NUMBERS = "nan inf 1e3 0x1 ٣ .5 5. +0.3 --1 1,5 -".split() + ["0.3\n"]
@@ -323,7 +299,6 @@ def test_malformed(text):
     assert policy(text).reward == policy(text, hit_limit=True).reward == environment(text).reward == MALFORMED
 
 
-# The environment
 def test_the_next_position_outweighs_the_other_fields_and_the_reward_counts_by_distance():
     assert environment(AFTER + "+-1+1+1").reward > environment(AFTER.replace(" b", " w") + "+0.001+0+0").reward
     # exactly right is best, and huge ones are bounded
@@ -331,15 +306,12 @@ def test_the_next_position_outweighs_the_other_fields_and_the_reward_counts_by_d
     assert said == sorted({*said}, reverse=True)
 
 
+NUMBERS = st.sampled_from(["0.001", "0.5", "1.0", "-1", "7"])
+WORDS = st.lists(st.sampled_from([*AFTER.split(), *START.split(), "x", "pppp", "12"]), min_size=1, max_size=8)
+
+
 @settings(quick, max_examples=200)
-@given(
-    st.lists(st.sampled_from([*AFTER.split(" "), *START.split(" "), "x", "pppp", "12"]), min_size=1, max_size=8),
-    st.sampled_from(["0.001", "0.5", "1.0", "-1", "7"]),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 12),
-    st.integers(0, 80),
-)
+@given(WORDS, NUMBERS, st.booleans(), st.booleans(), st.integers(0, 12), st.integers(0, 80))
 def test_a_better_environment_answer_never_scores_lower(fields, reward, terminated, truncated, which, where):
     whole = " ".join(fields)
     said, true = (fen.replace("/", " ").split(" ") for fen in (whole, AFTER))
@@ -360,9 +332,7 @@ def test_a_better_environment_answer_never_scores_lower(fields, reward, terminat
     assert (worth(terminated=False) > base) == terminated and (worth(truncated=False) > base) == truncated
 
 
-# Runaways and the warm-up
 def spread():
-    """(task, answer) of every kind."""
     policies = [(policy, text) for texts in rungs(START, label(START)).values() for text in texts]
     fens = AFTER, AFTER.replace("4P3", "3P4"), AFTER.replace(" b", " w"), START, "x"
     return policies + [(environment, fen + tail) for fen in fens for tail in ("+0.001+0+0", "+1+1+0", "+-1.0+1+1")]

@@ -1,5 +1,3 @@
-"""rollout.py against the uncached forward, the softmax and the training forward; tokens to text."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""A checkpoint is whole or not there, and a run that is killed at any moment ends as one that never was."""
-
 import errno
 import json
 import math
@@ -33,11 +31,9 @@ def steps(out):
     return [int(folder.name[5:]) for folder in sorted(Path(out).glob(STEP))]
 
 
-def flipped(content):
-    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
-
-
-@pytest.mark.parametrize("damage", [flipped, lambda content: content[:-100], lambda content: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[:999] + bytes([c[999] ^ 1]) + c[1000:], lambda c: c[:-100], lambda c: b""]
+)
 def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, tmp_path, capsys):
     save(tmp_path, 1, 2)
     file, run = tmp_path / "step-000002" / "trainer.pt", Run(tmp_path)
@@ -81,12 +77,8 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
         Run(tmp_path).clear()
     for name in ("settings.json", "thesis.tex"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(SystemExit, match="holds thesis.tex, which no run has made: FRESH=1 deletes nothing"):
-        Run(tmp_path).clear()
-    assert steps(tmp_path / "model") == [1]
-    (tmp_path / "thesis.tex").unlink()
     Run(tmp_path).clear()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
@@ -200,7 +192,6 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
 
 @pytest.mark.slow
 def test_killed_by_the_system(tmp_path, toy_model):
-    """SIGKILL at random moments; then to the end, and nothing is lost."""
     settings = {**toy.SETTINGS, "MODEL": toy_model, **RUN, "STEPS": 100, "LR": 3e-4}  # 0.01 fails before the end
     command = [sys.executable, "train.py", *(f"{name}={value}" for name, value in settings.items())]
     rng = random.Random(0)

@@ -40,19 +40,10 @@ def test_noise_alone_and_one_heavy_answer_are_no_signal():
     assert signal.describe(rows(torch.zeros(9, 4))) == "no gradient at all"
 
 
-@pytest.fixture
-def measure(toy_settings):
-    def measure(sizes=(4,), **changes):
-        toy_settings(**changes)
-        model = toy.model()
-        return model, signal.gradients(model, None, list(signal.ask(model, toy.questions(12))), sizes)
-
-    return measure
-
-
-def test_gradients_are_those_of_a_step(measure, monkeypatch):
+def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     """Summed over the questions they are the step's; the pieces' sum up to them; groups of two are paid as such."""
-    model, found = measure(sizes=(4, 2))
+    model = toy.model()
+    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(12))), (4, 2))
     assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "GROUP_SIZE=2"}
     batches = [train.compare(*part) for part in signal.ask(model, toy.questions(12))]
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)

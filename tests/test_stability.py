@@ -1,7 +1,4 @@
-"""What went wrong in earlier attempts at this, a test or two for each incident, and what must hold instead.
-
-Each shows the failing configuration fail as it did then, or be refused, and the default survive the same input.
-"""
+"""Each incident: the failing configuration fails as it did then, or is refused; the default survives the same input."""
 
 import copy
 import importlib
@@ -138,7 +135,6 @@ def test_kl_explosion(bug, toy_run, monkeypatch, tmp_path):
 
 
 def inject(patch, stage, steps):
-    """NaN at one stage of the steps named."""
     runs, hold, adamw = [], Run.hold, torch.optim.AdamW.step
 
     def bad(value, at):
@@ -235,12 +231,8 @@ def test_truncated_outputs(toy_run, monkeypatch):
 
 
 WAYS = [dict(LOSS=loss, CREDIT=credit) for loss in grpo.LOSSES for credit in ("piece", "answer")]
-WAYS += [
-    dict(KL_ESTIMATOR="k3", KL_COEF=0.5),
-    dict(KL_COEF=0.0),
-    dict(DTYPE="bfloat16"),
-    dict(SCALE_REWARDS="group", EPOCHS=2),
-]
+WAYS += [dict(KL_ESTIMATOR="k3", KL_COEF=0.5), dict(KL_COEF=0.0), dict(DTYPE="bfloat16")]
+WAYS += [dict(SCALE_REWARDS="group", EPOCHS=2)]
 
 
 @pytest.mark.parametrize("changes", WAYS, ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()))

@@ -25,7 +25,6 @@ def engine():
 
 @needs_stockfish
 def test_labels_are_those_of_python_chess_s_engine(engine):
-    """SimpleEngine gives the same, at half the speed."""
     board, depths = chess.Board(MIDDLE_GAME), {}
     with chess.engine.SimpleEngine.popen_uci(stockfish.require()) as other:
         other.configure({"Threads": 1, "Hash": 16})
@@ -91,7 +90,6 @@ def test_a_labeller_starts_a_dead_engine_again(engine):
 
 @pytest.mark.parametrize("text", ["exit 1", "exec sleep 100", "while read x; do echo uciok; echo bestmove e9e9; done"])
 def test_a_labeller_gives_up_after_ten_failures_and_says_so(tmp_path, monkeypatch, capsys, text):
-    """Training does not wait for an engine that hangs."""
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
     monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
     labeller = Labeller()

@@ -7,7 +7,7 @@ import pytest
 
 import toy
 from nanorook import settings, task
-from nanorook.task import Grade, Question
+from nanorook.task import Grade
 
 HONEST = toy.make_questions
 
@@ -32,7 +32,6 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "no number": ("grade", with_pieces(("all", "1")), "piece .'all', '1'. has to be"),
     "not finite": ("grade", with_pieces(("all", math.nan)), "piece .'all', nan. has to be"),
     "same names": ("grade", with_pieces(("a", 1), ("a", 2)), "piece .'a', 2. has to be .a name of its own"),
-    "bare value": ("grade", with_pieces(0.5), "piece 0.5 has to be"),
     "span a number": ("grade", with_pieces(("all", 1, 3)), "judges 3, which is no .start, end. within the text"),
     "span outside": ("grade", with_pieces(("all", 1, (0, 99))), "judges .0, 99., which is no"),
     "metric's name": ("grade", with_pieces(**{"two words": 1.0}), "metric 'two words' is 1.0; it has to be one word"),
@@ -87,4 +86,3 @@ def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
 def test_a_reward_is_the_sum_of_its_pieces_in_any_order():
     pieces = [("a", 0.1), ("b", 0.2, (0, 1)), ("c", 0.3), ("d", -0.6)]
     assert Grade(tuple(pieces), {}).reward == Grade(tuple(pieces[::-1]), {}).reward == 0
-    assert Question("kind", "text", None).stop == ""

@@ -1,10 +1,9 @@
-"""train.py: what a run leaves, how it goes on, and what it refuses."""
-
 import json
 from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import toy
 import train
@@ -14,20 +13,11 @@ from nanorook.run import STEP
 from toy import ROOT, user_runs
 
 
-@pytest.fixture(scope="module")
-def chess_run(tmp_path_factory, few_positions):
-    """A run of the embedded model, with settings from the arguments and the environment."""
-    out = tmp_path_factory.mktemp("chess") / "out"
-    arguments = "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0"
-    arguments += " WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2"
-    started = "train.py", *arguments.split(), f"DATA={few_positions}"
-    result = user_runs(*started, OUT_DIR=str(out), SAVE_EVERY="1", MODELS="/srv/models")
+def test_a_run_leaves_what_it_promises(tmp_path, few_positions):
+    out, arguments = tmp_path / "out", "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0"
+    arguments += f" WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2 DATA={few_positions}"
+    result = user_runs("train.py", *arguments.split(), OUT_DIR=str(out), SAVE_EVERY="1", MODELS="/srv/models")
     assert result.returncode == 0, result.stderr
-    return out, result
-
-
-def test_a_run_leaves_what_it_promises(chess_run):
-    out, result = chess_run
     assert [row["step"] for row in toy.rows(out)] == [1, 2]
     assert "<html" in (out / "report.html").read_text().lower()
     assert sorted(folder.name for folder in out.glob(STEP)) == ["step-000001", "step-000002"]
@@ -36,16 +26,9 @@ def test_a_run_leaves_what_it_promises(chess_run):
     assert {"command", "commit", "machine", "dtype"} <= {*json.loads((out / "run.json").read_text())}
     assert "step 2/2 reward" in result.stdout and "● " in result.stdout
     assert "warning: the environment has MODELS" in result.stderr  # another program's: no error
-
-
-def test_transformers_opens_the_trained_model_and_all_its_weights_have_learnt(chess_run):
-    from transformers import AutoModelForCausalLM
-
-    trained, start = GPT.load(chess_run[0] / "model"), GPT.load(ROOT / "weights" / "tiny")
-    for name, weight in trained.state_dict().items():
-        assert not torch.equal(weight, start.state_dict()[name]), name
-    tokens = torch.arange(100)[None]
-    hf = AutoModelForCausalLM.from_pretrained(chess_run[0] / "model")
+    trained, before = GPT.load(out / "model"), GPT.load(ROOT / "weights" / "tiny").state_dict()
+    assert not [name for name, weight in trained.state_dict().items() if torch.equal(weight, before[name])]
+    tokens, hf = torch.arange(100)[None], AutoModelForCausalLM.from_pretrained(out / "model")
     torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
 
 
@@ -61,10 +44,8 @@ def test_a_start_model_is_not_overwritten_and_bad_settings_delete_nothing(toy_ru
 @pytest.mark.parametrize("name", ["decode", "score"])
 def test_out_of_memory_is_one_sentence(name, tmp_path, toy_model, monkeypatch):
     monkeypatch.setattr(GPT, name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried ...")))
-    assert toy.main(tmp_path, MODEL=toy_model, MICROBATCH_TOKENS=77) == (
-        "error: out of memory: lower MICROBATCH_TOKENS=77, GROUP_SIZE=4 or the limits of new tokens {'short': 4, "
-        "'long': 7}; the same command starts again."
-    )
+    said = toy.main(tmp_path, MODEL=toy_model, MICROBATCH_TOKENS=77)
+    assert said.startswith("error: out of memory: lower MICROBATCH_TOKENS=77, GROUP_SIZE=4 or the limits of new tokens")
 
 
 def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
@@ -73,9 +54,9 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     with pytest.raises(SystemExit, match="started with SEED=1; use that again, or name another OUT_DIR"):
         toy_run("c", SEED=2)
     assert toy_run("c", SEED=0, FRESH=True) == rows
-    with pytest.raises(SystemExit, match="holds a finished run of 2 steps; name another OUT_DIR, raise STEPS"):
+    with pytest.raises(SystemExit, match="holds a run of 2 steps, which STEPS=2 does not continue; raise it, name"):
         toy_run("c", SEED=0)
-    with pytest.raises(SystemExit, match="holds 2 steps, more than STEPS=1; raise it, or name another OUT_DIR"):
+    with pytest.raises(SystemExit, match="which STEPS=1 does not continue"):
         toy_run("c", SEED=0, STEPS=1)
     toy_run("c", SEED=0, STEPS=3)
     assert list(json.loads((tmp_path / "c" / "skill.json").read_text())) == ["before", "step 2", "after"]
@@ -115,7 +96,6 @@ def test_the_dtype_is_decided_once_by_the_first_process(toy_run, monkeypatch, tm
 
 
 def test_a_batch_that_cannot_be_filled_or_divided_is_refused(toy_run, monkeypatch):
-    """Divided among processes that were asked for, not among those that a machine could run."""
     with pytest.raises(SystemExit, match="has 100 items to train on, where BATCH_POSITIONS=101"):
         toy_run("large", BATCH_POSITIONS=101)
     assert toy_run(BATCH_POSITIONS=3, STEPS=1)[0]["tokens"] > 0

@@ -23,8 +23,6 @@ PROMOTION = "8/P6k/8/8/8/8/7K/8 w - - 0 1"
 
 
 class Raw(subprocess.Popen):
-    """The program on two pipes, with bytes in and lines out."""
-
     def __init__(self):
         super().__init__([sys.executable, "-m", "tools.uci"], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1)
         timer = threading.Timer(PATIENCE, self.kill)

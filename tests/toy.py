@@ -35,9 +35,8 @@ def load(source, config):
 
 
 def make_questions(items, count, rng, config):
-    return [
-        Question(rng.choice(list(LIMITS)), "." * (item % 3) + f"{item}?", item) for item in rng.sample(items, count)
-    ]
+    some = rng.sample(items, count)
+    return [Question(rng.choice(list(LIMITS)), "." * (item % 3) + f"{item}?", item) for item in some]
 
 
 def grade(question, text, hit_limit=False):
@@ -65,7 +64,6 @@ def questions(count=4):
 
 
 def batches(policy, questions):
-    """What update() gets in a step about these questions."""
     import train
 
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, 0)
@@ -74,7 +72,6 @@ def batches(policy, questions):
 
 
 def set_all(patch, values, task=sys.modules[__name__]):
-    """Settings of train.py, whose task becomes this file."""
     import train  # not above: train.py imports this file
     from nanorook.settings import SETTINGS as known
 
@@ -135,14 +132,12 @@ def left_by(out):
 
 
 def user_runs(*arguments, **environment):
-    """`python ...` as a user types it, until its end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def same(rows, others):
-    """Whether two runs measured the same, up to rounding."""
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys() and row.pop("state") == other.pop("state")
         assert row.pop("advice") == other.pop("advice") and row == pytest.approx(other, rel=1e-3, abs=1e-5)
@@ -150,7 +145,6 @@ def same(rows, others):
 
 
 def program(path, text):
-    """An executable shell script."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)

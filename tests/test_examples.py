@@ -1,11 +1,15 @@
 import random
+from types import SimpleNamespace
 
+import chess
 import pytest
 import torch
 
-from examples import start, sums
+from examples import letters, mates, start, sums
 from model import GPT
+from nanorook import positions, task
 from nanorook.task import Question, wrong_grade
+from rollout import sample
 
 QUESTION = Question("sums", "7 nuts, gets 2, eats 4?", [7, ("+", 2), ("-", 4)])
 ANSWERS = {  # best first: the answer, its reward by steps, whether result and working are right
@@ -47,17 +51,17 @@ def test_an_answer_without_an_end_and_any_nonsense_are_graded():
 def test_held_out_questions_are_not_trained_on():
     items, held_out = sums.load("", None)
     assert not set(items) & set(held_out) and len(held_out) == 1000
+    letter_items, letters_held_out = letters.load("", None)
+    assert not set(letter_items) & set(letters_held_out) and len(letter_items) + len(letters_held_out) == 65780
     questions = sums.make_questions(held_out, 1000, random.Random(0), None)
     assert max(len(question.prompt) for question in questions) + sums.LIMITS["sums"] <= 72
 
 
-def test_a_start_model_writes_what_it_was_shown_and_is_made_once(tmp_path, capsys):
+def test_a_start_model_writes_what_it_was_shown_and_is_made_once(tmp_path):
     def write(rng):
-        word = rng.choice(("one", "three"))
-        return f"{word}?", {"one": " 1", "three": " 333"}[word]
+        return rng.choice([("one?", " 1"), ("three?", " 333")])
 
     folder = start.make_start_model(tmp_path / "start", write, steps=60, batch=8, width=32, layers=1, positions=16)
-    assert "step 60/60: loss 0.0" in capsys.readouterr().out
     model = GPT.load(folder)
     for prompt, answer in (("one?", " 1"), ("three?", " 333")):
         tokens = model.tokenizer.encode(prompt)
@@ -67,4 +71,40 @@ def test_a_start_model_writes_what_it_was_shown_and_is_made_once(tmp_path, capsy
     assert start.make_start_model(folder, None) == folder
     with pytest.raises(SystemExit, match="6 tokens, more than the 5 positions"):
         start.make_start_model(tmp_path / "small", lambda rng: ("abc", "de"), positions=5)
-    assert not (tmp_path / "small").exists()
+
+
+FOOLS = "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2"  # d8h4 mates
+CHECKS = "4k3/8/8/8/8/8/8/R3K2R w KQ - 0 1"  # a1a8 checks, a1a2 does not
+
+
+@pytest.fixture(scope="module")
+def sides():
+    return mates.load("builtin", None)
+
+
+def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides):
+    train, held_out = ([p.fen for kind, p in side if kind == "mates"] for side in sides)
+    assert len(train) > 12_000 and len(held_out) > 1_000
+    for fen in random.Random(0).sample(train + held_out, 300):
+        assert positions.mating_moves(chess.Board(fen))
+    boards = [{positions.board_key(p.fen) for _, p in side} for side in sides]
+    assert not boards[0] & boards[1]
+
+
+def test_each_rung_pays_more_than_the_one_before():
+    def worth(fen, text, kind="mates"):
+        config = SimpleNamespace(extra={"chess_format": "expanded"})
+        return mates.grade(mates.ask(kind, positions.Position(fen, (), ()), config), text).reward
+
+    assert worth(FOOLS, "d8h4 ") == 1.0 and worth(FOOLS, "d8h4") == 0.0  # unfinished
+    assert [worth(CHECKS, text) for text in ("a1a8 ", "a1a2 ", "a1b2 ", "a1 ")] == [0.4, 0.2, 0.05, 0.0]
+    assert [worth(CHECKS, text, "moves") for text in ("a1a8 ", "a1a2 ", "a1b2 ")] == [1.0, 1.0, 0.05]
+
+
+def test_the_embedded_model_answers_with_a_move_and_the_space_that_ends_it(sides):
+    model = GPT.load(mates.start_model())
+    questions = task.make_questions(mates, sides[1], 16, random.Random(0), model.config)
+    assert [question.kind for question in questions] == ["mates"] * 12 + ["moves"] * 4
+    answers = [answer for _, part in sample(model, questions, 1, mates.LIMITS, temperature=0) for answer in part]
+    assert all(answer.text.endswith(" ") and len(answer.text) in (5, 6) and not answer.hit_limit for answer in answers)
+    assert sum(answer.grade.metrics["legal"] for answer in task.graded(mates, answers)) > 8
