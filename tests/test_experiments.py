@@ -21,11 +21,15 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
             (out / f"{name}.json").write_text(json.dumps(content))
 
     monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(run=run))
-    monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"])
-    for _ in range(2):
+    command = ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"]
+    for arguments in (command, [*command, "--curves", "policy reward T=0"]):
+        monkeypatch.setattr("sys.argv", arguments)
         seeds.main()
+        (tmp_path / "seeds.json").unlink()
         assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out  # Student's
         assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
+    assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
+    seeds.main()
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
     with pytest.raises(SystemExit):
         seeds.main()
