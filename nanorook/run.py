@@ -24,8 +24,8 @@ from nanorook.settings import refuse
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run leaves in OUT_DIR
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model tensorboard wandb".split()
-MADE += [STEP, ".lock", ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb".split()
+MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
 class Run:
@@ -49,8 +49,6 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refuse(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
-        except OSError as error:
-            refuse(f"OUT_DIR={self.out} cannot be written to ({error.strerror}); name another folder.")
 
     def protect(self, source):
         """The start model is read again when a run goes on, so the run must not overwrite it."""
@@ -58,12 +56,10 @@ class Run:
             refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
     def clear(self):
-        """Deletes what a run has made; refuses if there is anything else, or if no run has been here."""
-        found = [path for path in self.out.iterdir() if path.name != ".lock"]
-        a_run = (self.out / "settings.json").exists()  # the first file that a run writes
-        strange = [path.name for path in found if not (a_run and any(map(path.match, MADE)))]
-        if strange:
-            refuse(f"OUT_DIR={self.out} holds {strange[0]}, which no run has made: FRESH=1 deletes nothing.")
+        """Deletes what a run has made and nothing else; where no run has been, a `model` is somebody's."""
+        found = [path for path in self.out.iterdir() if any(map(path.match, MADE))]
+        if found and not (self.out / "settings.json").exists():  # the first file that a run writes
+            refuse(f"OUT_DIR={self.out} holds {found[0].name}, which no run has made: FRESH=1 deletes nothing.")
         for path in found:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -87,11 +83,10 @@ class Run:
                 refuse(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
             return None
         settings.compare(saved["settings"], parallel.log)
-        if self.step > steps:
-            refuse(f"{self.out} holds {self.step} steps, more than STEPS={steps}; raise it, or name another OUT_DIR.")
-        if "after" in self.skill and self.step == steps and (self.out / "model").exists():
-            refuse(f"{self.out} holds a finished run of {steps} steps; name another OUT_DIR, raise STEPS to go on, or "
-                   "start over with FRESH=1.")  # fmt: skip
+        finished = self.step == steps and "after" in self.skill and (self.out / "model").exists()
+        if finished or self.step > steps:
+            refuse(f"{self.out} holds a run of {self.step} steps, which STEPS={steps} does not continue; raise it, "
+                   "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
         parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")

@@ -36,20 +36,16 @@ def heading(title):
 def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
     kind, default = type(default), GIVEN["defaults"].get(name, default)
     text = GIVEN["arguments"].get(name, GIVEN["environment"].get(name, default))
+    if kind is bool:
+        kind, low, high = int, 0, 1
     try:
-        value = text if kind is str else switch(text) if kind is bool else number(kind, low, high)(text)
+        value = text if kind is str else number(kind, low, high)(text)
     except argparse.ArgumentTypeError as error:
         refuse(f"{name}={error}")
     if one_of is not None and value not in one_of:
         refuse(f"{name}={value} is not one of {', '.join(one_of)}.")
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
-
-
-def switch(text):
-    if str(text).lower() not in ("0", "1", "true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor 1.")
-    return str(text).lower() in ("1", "true")
 
 
 def number(kind, low, high=LARGEST):
