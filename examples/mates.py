@@ -34,7 +34,8 @@ def load(source, config):
 def make_questions(items, count, rng, config):
     mates = [position for kind, position in items if kind == "mates"]
     moves = [position for kind, position in items if kind == "moves"]
-    chosen = [("mates", position) for position in rng.sample(mates, min(len(mates), round(SHARE * count)))]
+    wanted = max(min(len(mates), round(SHARE * count)), count - len(moves))
+    chosen = [("mates", position) for position in rng.sample(mates, wanted)]
     chosen += [("moves", position) for position in rng.sample(moves, count - len(chosen))]
     return [ask(kind, position, config) for kind, position in chosen]
 

@@ -32,7 +32,7 @@ def tries(module, name, count):
         grades = [answer.grade.metrics for answer in task.graded(module, answers)]
         for i in range(0, len(grades), KS[-1]):
             for metric in grades[i]:
-                values = [metrics[metric] == 1 for metrics in grades[i : i + KS[-1]]]
+                values = [metrics.get(metric) == 1 for metrics in grades[i : i + KS[-1]]]
                 right.setdefault(f"{answers[i].question.kind} {metric}", []).append(sum(values))
     return right
 

@@ -46,7 +46,8 @@ def run(folder, arguments):
     if not (folder / "model").exists():
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log)
+            if subprocess.run(command, cwd=ROOT, stdout=log).returncode:
+                refuse(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     skill = {name: {k: [round(x, 5) for x in pair] for k, pair in figures.items()} for name, figures in skill.items()}
     steps = {"before": 0, "after": settings["STEPS"]}
@@ -114,6 +115,8 @@ def main():
     p.add_argument("--curves", nargs="+", metavar="NAME", help="also draw figures, such as 'policy legal T=0'")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()
+    if names := [name for name in a.curves or [] if " " not in name]:
+        p.error(f"--curves: {names[0]!r} is no figure; put -- before the settings that follow.")
     out = a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"

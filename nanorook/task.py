@@ -108,8 +108,8 @@ def check_grades(answers):
 
 def wrong_grade(grade, text):
     """The rule that a grade breaks, as a sentence; empty where it breaks none."""
-    if not isinstance(grade, Grade):
-        return f"it returned {type(grade).__name__}, not a Grade."
+    if not (isinstance(grade, Grade) and isinstance(grade.pieces, (tuple, list)) and isinstance(grade.metrics, dict)):
+        return f"it returned {grade!r:.80}, not a Grade of pieces and metrics."
     names = set()
     for piece in grade.pieces:
         match piece:
@@ -124,8 +124,8 @@ def wrong_grade(grade, text):
                 case _:
                     return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
     for name, value in grade.metrics.items():
-        if not isinstance(value, (int, float)) or " " in name:
-            return f"the metric {name!r} is {value!r}; it has to be one word with a number."
+        if not isinstance(value, (int, float)) or " " in str(name) or name == "reward":
+            return f"the metric {name!r} is {value!r}; it has to be one word, not `reward`, with a number."
     return ""
 
 

@@ -19,6 +19,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         skill = {"before": {"policy reward T=0": [0.5, 0.1]}, "after": {"policy reward T=0": [0.5 + gain, 0.1]}}
         for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"machine": "m"}}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
+        return types.SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(run=run))
     command = ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"]

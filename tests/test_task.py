@@ -28,13 +28,14 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "truth": ("make_questions", asking(truth={1}), "truth of .* has to be what JSON can hold .*set"),
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on, .* and 0 held out"),
     "long prompt": ("make_questions", asking(prompt="." * 24), "24 tokens leaves no room .* 24 positions"),
-    "another Grade": ("grade", lambda *args: (0.5, ()), "it returned tuple, not a Grade"),
+    "another Grade": ("grade", lambda *args: (0.5, ()), "it returned .0.5, .... not a Grade"),
     "no number": ("grade", with_pieces(("all", "1")), "piece .'all', '1'. has to be"),
     "not finite": ("grade", with_pieces(("all", math.nan)), "piece .'all', nan. has to be"),
     "same names": ("grade", with_pieces(("a", 1), ("a", 2)), "piece .'a', 2. has to be .a name of its own"),
     "span a number": ("grade", with_pieces(("all", 1, 3)), "judges 3, which is no .start, end. within the text"),
     "span outside": ("grade", with_pieces(("all", 1, (0, 99))), "judges .0, 99., which is no"),
     "metric's name": ("grade", with_pieces(**{"two words": 1.0}), "metric 'two words' is 1.0; it has to be one word"),
+    "metric reward": ("grade", with_pieces(reward=1.0), "metric 'reward' is 1.0; it has to be one word, not `reward`"),
     "limits too small": ("grade", with_pieces(structure=0.0), "raise the task's LIMITS {'short': 1"),
 }
 

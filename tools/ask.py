@@ -11,7 +11,6 @@ it stands, and its answers are not graded.
 
 import argparse
 import json
-import math
 import random
 
 import torch
@@ -25,17 +24,17 @@ from model import GPT
 from nanorook import hardware
 from nanorook import task as task_file
 from nanorook.monitor import printable
-from nanorook.settings import setting
+from nanorook.settings import number, setting
 from rollout import sample
 
 HELD_OUT = 3  # questions where none is given
 
 
-def questions_about(task, text, seed, config):
+def questions_about(task, text, data, seed, config):
     """The questions, and whether the task knows their truth."""
     if text and hasattr(task, "question"):
         return task_file.checked(task, [task.question(text, config)]), True
-    _, held_out = task.load(setting("DATA", "builtin", "as in train.py"), config)
+    _, held_out = task.load(data, config)
     own = task_file.make_questions(task, held_out, min(HELD_OUT, len(held_out)), random.Random(seed), config)
     return ([own[0]._replace(prompt=text, truth=None)], False) if text else (own, True)
 
@@ -58,19 +57,18 @@ def main():
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", help="a model folder or hub id")
     p.add_argument("text", nargs="*", help="the question; TASK=FILE.py and other settings of the task, too")
-    p.add_argument("--answers", type=int, default=3, help="sampled ones, after the greedy one")
-    p.add_argument("--temperature", type=float, default=1.0, help="of the sampled answers")
-    p.add_argument("--seed", type=int, default=0, help="decides what is drawn")
+    p.add_argument("--answers", type=number(int, 1), default=3, help="sampled ones, after the greedy one")
+    p.add_argument("--temperature", type=number(float, 0), default=1.0, help="of the sampled answers")
+    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="decides what is drawn")
     a = p.parse_args()
-    if a.answers < 1 or not 0 <= a.temperature < math.inf:
-        p.error("--answers has to be at least 1, --temperature a number of at least 0.")
     task = task_file.load(setting("TASK", "rewards.py", "the file that asks and grades"))
+    data = setting("DATA", "builtin", "as in train.py")
     text = " ".join(word for word in a.text if word.partition("=")[0] not in settings.SETTINGS)
     hardware.flush_denormals()
     device = hardware.choose_device()
     model = GPT.load(a.model).to(device).cast(hardware.fastest_dtype(device))
     torch.manual_seed(a.seed)
-    questions, known = questions_about(task, text, a.seed, model.config)
+    questions, known = questions_about(task, text, data, a.seed, model.config)
     for question in questions:
         ask(model, task, question, known, a.temperature, a.answers)
     if not known:

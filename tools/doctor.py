@@ -4,7 +4,7 @@ python -m tools.doctor                        with the default settings
 python -m tools.doctor MODEL=mine LR=3e-5     with others, as train.py takes them
 
 A check is ok, or says what is wrong and what to do; the first one that is wrong is usually the cause of the others.
-Nothing is written. Warm-ups count as over: learning rate, KL and rewards are full.
+Nothing is written. The learning rate's warm-up counts as over.
 """
 
 import copy

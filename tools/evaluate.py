@@ -229,7 +229,7 @@ def table(measured, columns):
             values = {title: skill.get(section, {}).get(row) for title, skill in columns.items()}
             cells = [cell(row, value, "+" if title == "B - A" else "") for title, value in values.items()]
             lines.append([row, ", ".join(map(str, sorted(n))), *cells])
-    widths = [max(map(len, cells)) for cells in zip(*lines)]
+    widths = [max(2, *map(len, cells)) for cells in zip(*lines)]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -249,8 +249,8 @@ def arguments():
     p.add_argument("--bigbench", metavar="FILE", help="also find the mates of BIG-bench's checkmate_in_one/task.json")
     p.add_argument("--json", metavar="OUT", help="also write the figures to this file")
     a = p.parse_args()
-    if len(a.model) > 2:
-        p.error("give one model, or two to compare.")
+    if len(a.model) > 2 or len({*a.model}) < len(a.model):
+        p.error("give one model, or two different ones to compare.")
     games.check_output(p, a.json)
     return a
 

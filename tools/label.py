@@ -113,6 +113,8 @@ def resume(partial, header):
 
 def run(args):
     out, partial, path = args.out, f"{args.out}.partial", require()
+    if os.path.isdir(out):
+        refuse(f"{out} is a folder; name a file in it.")
     if os.path.exists(out) and not os.path.exists(partial):
         refuse(f"{out} is there already: delete it to make it again.")
     probe = Engine(path)

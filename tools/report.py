@@ -86,7 +86,8 @@ def skill_table(runs):
             first, first_half = next(iter(run.skill.values())).get(name, (mean, 0))
             real = abs(mean - first) > math.hypot(half, first_half)
             css, mark = ("", "") if not real else ("up", "▲ ") if mean > first else ("down", "▼ ")
-            figure = f"{mark}{mean:.3f} ± {half:.3f}" if math.isfinite(mean) else "–"
+            shown = f"{mean:.3f} ± {half:.3f}" if half < math.inf else f"{mean:.3f}"  # one value has no interval
+            figure = mark + shown if math.isfinite(mean) else "–"
             body += f'<td class="{css}">{figure}</td>'
         body += "</tr>"
     head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)

@@ -143,9 +143,9 @@ def report(found, kinds, seconds):
     for kind, at in places.items():
         for name, rows in ((name, rows[at]) for name, rows in found.items()):
             size = int(name.removeprefix("GROUP_SIZE=")) if name.startswith("GROUP_SIZE=") else G
-            square = rows[:, -1].mean() * G / size / found[SET][at][:, -1].mean()
+            square, base = rows[:, -1].mean() * G / size, found[SET][at][:, -1].mean()
             if rows[:, -1].any() and (len(places) == 1 or kind != "all" or not name.endswith("alone")):
-                print(f"| {kind}, {name} | {describe(rows, size)} | {square:.0%} |")
+                print(f"| {kind}, {name} | {describe(rows, size)} | {f'{square / base:.0%}' if base else ''} |")
 
 
 def main():

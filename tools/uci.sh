@@ -2,6 +2,6 @@
 # The model as one executable, as chess programs want it; the argument is a model folder or hub id.
 set -euo pipefail
 [ ! -d "${1:-}" ] || set -- "$(realpath "$1")"
-cd "$(dirname "$0")/.."
+cd "$(dirname "$(realpath "$0")")/.."
 NEEDS="requirements.txt" source tools/setup.sh
 exec "$PYTHON" -m tools.uci "$@"
