@@ -20,7 +20,6 @@ from rapidfuzz.distance import Levenshtein
 from nanorook import parallel, positions, stockfish
 from nanorook.positions import contract_board, environment_move, expand_board, held_out
 from nanorook.settings import refuse, setting
-from nanorook.stockfish import Labeller
 from nanorook.task import Grade, Question
 
 # fmt: off
@@ -131,13 +130,10 @@ def policy_question(position, text_format):
     return Question("policy", policy_prompt(position.fen, text_format), policy_truth(position))
 
 
-labeller = lru_cache(1)(Labeller)  # one engine, started when it is first asked
-
-
 def policy_truth(position):
     """The legal moves, and the evaluations in pawns of the engine's five; an engine is asked where labels lack."""
     legal = [move.uci() for move in chess.Board(position.fen).legal_moves]
-    labels = position.moves or (labeller().label(position.fen) if legal else ())
+    labels = position.moves or (stockfish.label(position.fen) if legal else ())
     labels = sorted(labels, key=lambda label: -label[1])[:5]
     return {"legal": legal, "five": {uci: cp / 100 for uci, cp in labels if uci in legal}}
 

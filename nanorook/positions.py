@@ -97,13 +97,6 @@ FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's 
 VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_line`
 
 
-
-def write_position(position):
-    """The line of our own format."""
-    moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
-    return f"{position.fen};{' '.join(position.history)};{moves}"
-
-
 def split_moves(text):
     """The moves in `text`, interned: half a million positions share a few thousand different strings."""
     return tuple(map(sys.intern, text.split()))

@@ -1,11 +1,11 @@
-"""Stockfish: a process that gives the best moves of a position, and a labeller that survives its failures."""
+"""Stockfish: a process that gives the best moves of a position."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
+from functools import lru_cache
 
 import chess
 
@@ -109,28 +109,17 @@ class Engine:
         return self.search(board, nodes)
 
 
-class Labeller:
-    """Labels positions during training. An engine that dies, hangs or answers nonsense is started again, MAX_FAILURES
-    times; after that, or if there is none, labels are empty, and answers are graded by the rules of chess alone."""
+@lru_cache(1)
+def labelling_engine():
+    path = find()
+    return Engine(path) if path else None
 
-    MAX_FAILURES = 10
 
-    def __init__(self):
-        self.path, self.engine, self.failures = find(), None, 0
-
-    def label(self, fen):
-        """((uci, centipawns), ...), best first, or ()."""
-        for _ in range(2):
-            if not self.path:
-                break
-            try:
-                self.engine = self.engine or Engine(self.path)
-                return self.engine.search_afresh(chess.Board(fen))
-            except EngineError as error:
-                if self.engine:
-                    self.engine.close()
-                self.engine, self.failures = None, self.failures + 1
-                if self.failures == self.MAX_FAILURES:
-                    self.path = None
-                    print(f"warning: Stockfish {error}; from now on unlabelled positions stay so.", file=sys.stderr)
-        return ()
+def label(fen):
+    """The best moves of a position that came without labels, as search() gives them; () without Stockfish, where
+    the rules of chess alone grade. An engine that fails ends the run: without it the reward would be another one."""
+    try:
+        engine = labelling_engine()
+        return engine.search_afresh(chess.Board(fen)) if engine else ()
+    except EngineError as error:
+        refuse(f"Stockfish {error}: label the positions beforehand with tools.label, or use the same command again.")

@@ -12,6 +12,7 @@ import rewards
 from nanorook import monitor, positions
 from test_games import answer_by, answer_of, true_environment
 from tools import evaluate, games, texts
+from tools.label import write_position
 
 POSITIONS = positions.load("builtin")[:6000]
 HELD_OUT = positions.split(POSITIONS)[1]
@@ -115,7 +116,7 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
         monkeypatch.setitem(rewards.LIMITS, kind, 8)  # random weights answer nothing, in as many tokens as they may
     for name in ("one", "two"):
         byte_model.save(tmp_path / name)
-    (tmp_path / "some.txt").write_text("\n".join(map(positions.write_position, HELD_OUT[:6])))
+    (tmp_path / "some.txt").write_text("\n".join(map(write_position, HELD_OUT[:6])))
     monkeypatch.chdir(tmp_path)
     command = "evaluate one two --data some.txt some.txt --positions 3 --json out.json"
     monkeypatch.setattr(sys, "argv", command.split())

@@ -7,6 +7,7 @@ import pytest
 
 from nanorook import positions as P
 from nanorook.positions import Position
+from tools.label import write_position
 from tools.texts import mirror, mirror_move
 
 START = chess.STARTING_FEN
@@ -78,9 +79,9 @@ def save(path, lines):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_own_format_round_trip(positions, tmp_path, name):
     positions = [*positions[::4], Position(EN_PASSANT, (), ()), Position(MATE_IN_ONE, ("h7h6",), (("a1a8", 99999),))]
-    path = save(tmp_path / name, map(P.write_position, positions))
+    path = save(tmp_path / name, map(write_position, positions))
     assert P.load(path.rename(tmp_path / "renamed")) == positions  # the content decides, not the name
-    expanded = [P.write_position(p._replace(fen=P.expand_board(p.fen))) for p in positions]
+    expanded = [write_position(p._replace(fen=P.expand_board(p.fen))) for p in positions]
     assert P.load(save(path, expanded)) == positions
 
 
@@ -188,7 +189,7 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
 
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(P, "VERIFIED_LINES", 100)
-    lines, odd = [P.write_position(position) for position in positions[:990]], "8/8/8 w - - 0 1;;a1a2:1"
+    lines, odd = [write_position(position) for position in positions[:990]], "8/8/8 w - - 0 1;;a1a2:1"
     assert P.load(save(tmp_path / "few", [*lines[:500], odd, *["?"] * 8, *lines[500:]])) == positions[:990]
     assert "few: left out 9 of 999 lines" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"many, line 501: expected .*\(111 of 1101 lines"):

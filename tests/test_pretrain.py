@@ -16,6 +16,7 @@ from nanorook.positions import contract_board
 from nanorook.tokenizer import Tokenizer
 from rollout import read
 from tools import pretrain, texts
+from tools.label import write_position
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
 TOKENIZERS = {"squares": Tokenizer.squares(), "expanded": Tokenizer.of_bytes(), "rookworld": Tokenizer.of_bytes()}
@@ -44,7 +45,7 @@ def run(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     file = tmp_path_factory.mktemp("positions") / "few.txt"
-    file.write_text("\n".join(map(positions.write_position, LABELLED[0][:10] + LABELLED[1][:4])))
+    file.write_text("\n".join(map(write_position, LABELLED[0][:10] + LABELLED[1][:4])))
     return file
 
 

@@ -136,7 +136,7 @@ def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_t
 
 
 def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(monkeypatch):
-    monkeypatch.setattr(rewards, "labeller", lambda: SimpleNamespace(label=lambda fen: ()))
+    monkeypatch.setattr(rewards.stockfish, "label", lambda fen: ())
     labels = (("g1f1", 50), ("g1h1", 20))
     for kind, moves, ladder in (
         ("moves", ("g1g7 ", "f2f3 ", "g1h1 ", "g1f1 "), [0.05, 0.7, 0.9, 1.0]),

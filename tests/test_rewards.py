@@ -54,7 +54,7 @@ def environment(text, fen=START, move="e2e4", text_format="rookworld", **how):
 def engine(monkeypatch):
     """The engine that is asked where labels lack. It knows no move, if a test does not teach it."""
     engine = Mock(label=Mock(return_value=()))
-    monkeypatch.setattr(rewards, "labeller", lambda: engine)
+    monkeypatch.setattr(rewards.stockfish, "label", engine.label)
     return engine
 
 

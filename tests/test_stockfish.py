@@ -1,12 +1,11 @@
 import os
-import re
 
 import chess
 import chess.engine
 import pytest
 
 from nanorook import stockfish
-from nanorook.stockfish import NODES, Engine, EngineError, Labeller
+from nanorook.stockfish import NODES, Engine, EngineError
 from toy import program
 
 OPENING = "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3"
@@ -69,31 +68,30 @@ def test_an_engine_that_fails_when_it_starts_leaves_no_process(tmp_path, monkeyp
 
 def test_a_missing_program_is_one_sentence(monkeypatch):
     monkeypatch.setenv("STOCKFISH_PATH", "/no/such")
+    stockfish.labelling_engine.cache_clear()
     with pytest.raises(SystemExit, match="STOCKFISH_PATH is /no/such, which is no program"):
-        Labeller()
+        stockfish.label(OPENING)
     monkeypatch.delenv("STOCKFISH_PATH")
     monkeypatch.setattr(stockfish.shutil, "which", lambda *args, **options: None)
     with pytest.raises(SystemExit, match="apt install stockfish"):
         stockfish.require()
-    assert Labeller().label(OPENING) == ()  # grades by the rules alone
-
-
-@needs_stockfish
-def test_a_labeller_starts_a_dead_engine_again(engine):
-    labeller, fens = Labeller(), (OPENING, MIDDLE_GAME)
-    labels = [engine.search_afresh(chess.Board(fen)) for fen in fens]
-    for failures in (0, 1):
-        assert [labeller.label(fen) for fen in fens] == labels and labeller.failures == failures
-        labeller.engine.process.kill()
-    labeller.engine.close()
+    assert stockfish.label(OPENING) == ()  # grades by the rules alone
 
 
 @pytest.mark.parametrize("text", ["exit 1", "exec sleep 100", "while read x; do echo uciok; echo bestmove e9e9; done"])
-def test_a_labeller_gives_up_after_ten_failures_and_says_so(tmp_path, monkeypatch, capsys, text):
+def test_a_run_whose_engine_fails_ends_in_one_sentence(tmp_path, monkeypatch, text):
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
     monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
-    labeller = Labeller()
-    labeller.failures = 1  # with it the tenth is the first of two tries
-    assert [labeller.label(OPENING) for _ in range(20)] == [()] * 20
-    assert labeller.failures == labeller.MAX_FAILURES == 10
-    assert re.fullmatch("warning: Stockfish .*; from now on unlabelled positions stay so.\n", capsys.readouterr().err)
+    stockfish.labelling_engine.cache_clear()
+    with pytest.raises(SystemExit, match="error: Stockfish .*: label the positions beforehand with tools.label"):
+        stockfish.label(OPENING)
+    stockfish.labelling_engine.cache_clear()
+
+
+@needs_stockfish
+def test_labels_of_a_run_are_those_of_an_engine_of_its_own(engine):
+    stockfish.labelling_engine.cache_clear()
+    for fen in (OPENING, MIDDLE_GAME):
+        assert stockfish.label(fen) == engine.search_afresh(chess.Board(fen))
+    stockfish.labelling_engine().close()
+    stockfish.labelling_engine.cache_clear()

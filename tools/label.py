@@ -33,6 +33,13 @@ from nanorook.stockfish import NODES, Engine, EngineError, require
 
 CHUNK = 16  # positions of the input in a unit
 
+
+def write_position(position):
+    """The line of our own format."""
+    moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
+    return f"{position.fen};{' '.join(position.history)};{moves}"
+
+
 # Self-play. Moves are drawn from cheap searches. Games differ by a random opening, the temperature of the draw
 # and the share of random moves. Neighbours in a game are much alike, so only one position in eight is kept.
 PLAY_NODES = 300
@@ -87,7 +94,7 @@ def work(path, unit, nodes):
             if isinstance(unit, str):
                 rng = random.Random(unit)
                 unit = [position for position in play(engine(path), rng) if rng.random() < KEPT]
-            return [positions.write_position(position) for position in label(engine(path), unit, nodes)]
+            return [write_position(position) for position in label(engine(path), unit, nodes)]
         except EngineError as error:
             if last_try:
                 raise EngineError(f"{error}, and again after a restart") from None
