@@ -89,6 +89,9 @@ def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides):
         assert positions.mating_moves(chess.Board(fen))
     boards = [{positions.board_key(p.fen) for _, p in side} for side in sides]
     assert not boards[0] & boards[1]
+    config, few = SimpleNamespace(extra={"chess_format": "expanded"}), sides[1][:20] + sides[1][-1:]
+    kinds = [question.kind for question in mates.make_questions(few, 21, random.Random(0), config)]
+    assert kinds == ["mates"] * 20 + ["moves"]  # all that there are
 
 
 def test_each_rung_pays_more_than_the_one_before():
