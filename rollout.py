@@ -209,7 +209,7 @@ def draw(logprobs, uniform):
     cumulated probability exceeds it."""
     cumulated = logprobs.exp().cumsum_(-1)
     goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor keeps it below the last sum
-    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # NaN
+    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # clamp: NaN
 
 
 def microbatches(batch, most_tokens):
