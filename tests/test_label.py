@@ -14,7 +14,7 @@ from tools import label
 from toy import ROOT, program
 
 pytestmark = pytest.mark.needs("stockfish")
-GAMES = "--positions", 100, "--nodes", 300
+GAMES = "--positions", 300, "--nodes", 300  # seconds of work, so that a signal comes before its end
 
 
 def start(*args, **env):
