@@ -14,12 +14,14 @@ from tools import label
 from toy import ROOT, program
 
 pytestmark = pytest.mark.needs("stockfish")
-GAMES = "--positions", 300, "--nodes", 300  # seconds of work, so that a signal comes before its end
+GAMES = "--positions", 100, "--nodes", 300
 
 
 def start(*args, **env):
     command, env = [sys.executable, "-m", "tools.label", *map(str, args)], {**os.environ, **env}
-    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=-1, stderr=-1, start_new_session=True)
+    options = {"cwd": ROOT, "env": env, "text": True, "stdout": -1, "stderr": -1, "start_new_session": True}
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background jobs ignore it
+    return subprocess.Popen(command, preexec_fn=heard, **options)
 
 
 def run(*args, wrong="", **env):
