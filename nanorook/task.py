@@ -1,22 +1,8 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file; rewards.py is chess.
 
-Such a file provides:
-
-DEFAULTS    {setting: default} where the task needs others than train.py has
-LIMITS      {kind of question: the most tokens that an answer may have, its end token counted}
-start_model() -> the folder of the model that training starts from, made first if need be
-load(source, config) -> (training items, held-out items)
-            What questions are about. `source` is the setting DATA; `config` is the model's, whose `extra` holds what
-            its folder says of the text format.
-make_questions(items, count, rng, config) -> [Question, ...]
-            `count` questions about some of the items, the same for the same rng.
-grade(question, text, hit_limit) -> Grade
-            What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off.
-question(text, config) -> Question
-            Optional: a question that a user types at tools.ask.
-
-`load`, `make_questions` and `check_grades` here hold a file against this before the first step, so that a mistake in
-it ends in a sentence. docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
+`Task` below is what such a file provides; `load`, `make_questions` and `check_grades` hold a file against it before
+the first step, so that a mistake in it ends in a sentence.
+docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
 """
 
 import importlib.util
@@ -26,7 +12,8 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any, NamedTuple, Protocol
 
 from nanorook.settings import GIVEN, refuse
 
@@ -51,7 +38,29 @@ class Grade(NamedTuple):
         return round(math.fsum(value for _, value, *_ in self.pieces), 9)  # the same sum in any order of the pieces
 
 
-def load(file):
+class Task(Protocol):
+    """What a task file provides."""
+
+    DEFAULTS: dict  # {setting: default} where the task needs others than train.py has
+    LIMITS: dict  # {kind of question: the most tokens that an answer may have, its end token counted}
+
+    def start_model(self) -> str:
+        """The folder of the model that training starts from, made first if need be."""
+
+    def load(self, source: str, config) -> tuple[list, list]:
+        """What questions are about: (training items, held-out items). `source` is the setting DATA; `config` is the
+        model's, whose `extra` holds what its folder says of the text format."""
+
+    def make_questions(self, items: list, count: int, rng: Random, config) -> list[Question]:
+        """`count` questions about some of the items, the same for the same rng."""
+
+    def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
+        """What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off."""
+
+    # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
+
+
+def load(file) -> Task:
     """The module of a task file, by its path from here or from the project's folder; its DEFAULTS replace those of the
     settings that follow."""
     paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
@@ -119,7 +128,7 @@ def wrong_grade(grade, text):
                 return f"the piece {piece!r} has to be (a name of its own, a finite number, (start, end), ...)."
         for span in spans:
             match span:
-                case (int(start), int(end)) if 0 <= start <= end <= len(text):
+                case (start, end) if type(start) is type(end) is int and 0 <= start <= end <= len(text):
                     pass
                 case _:
                     return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."

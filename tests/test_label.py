@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 import subprocess
@@ -20,8 +21,8 @@ GAMES = "--positions", 100, "--nodes", 300
 def start(*args, **env):
     command, env = [sys.executable, "-m", "tools.label", *map(str, args)], {**os.environ, **env}
     options = {"cwd": ROOT, "env": env, "text": True, "stdout": -1, "stderr": -1, "start_new_session": True}
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background jobs ignore it
-    return subprocess.Popen(command, preexec_fn=heard, **options)
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    return subprocess.Popen(command, preexec_fn=hear, **options)
 
 
 def run(*args, wrong="", **env):

@@ -33,13 +33,6 @@ from nanorook.stockfish import NODES, Engine, EngineError, require
 
 CHUNK = 16  # positions of the input in a unit
 
-
-def write_position(position):
-    """The line of our own format."""
-    moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
-    return f"{position.fen};{' '.join(position.history)};{moves}"
-
-
 # Self-play. Moves are drawn from cheap searches. Games differ by a random opening, the temperature of the draw
 # and the share of random moves. Neighbours in a game are much alike, so only one position in eight is kept.
 PLAY_NODES = 300
@@ -82,6 +75,12 @@ def start_worker(*_):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def write_position(position):
+    """The line of our own format."""
+    moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
+    return f"{position.fen};{' '.join(position.history)};{moves}"
 
 
 engine = functools.cache(Engine)  # of this worker process
