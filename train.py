@@ -82,7 +82,6 @@ EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of 
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
-WANDB                   = setting("WANDB", "", "also log to wandb, as a run of this name")
 
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
@@ -232,7 +231,7 @@ def evaluate(model, questions, file, step):
     return dict(sorted(figures.items(), key=lambda item: item[0].split(" ")[0]))
 
 
-def examine(run, model, questions, title, report):
+def examine(run, model, questions, title):
     """One more column in the run's table of held-out skill; the seconds that it took."""
     clock = time.time()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
@@ -241,8 +240,6 @@ def examine(run, model, questions, title, report):
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
         write(run.out / "skill.json", json.dumps(run.skill, indent=2))
-        if report:
-            report({f"skill/{name}": mean for name, (mean, _) in skill.items()}, run.step)
     return time.time() - clock
 
 
@@ -267,15 +264,14 @@ def start():
                f"{world}.")  # fmt: skip
     run = Run(OUT_DIR)
     if lead:
-        run.hold()
         source = MODEL or task.start_model()
-        run.protect(source)
-    source = parallel.from_lead(source if lead else None)
+        run.hold(source)
+    source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
     if len(set(parallel.gather([run.step]))) > 1:
         refuse(f"the processes see other checkpoints: OUT_DIR={OUT_DIR} has to be a folder that all machines share.")
     if DTYPE == "auto":
-        run.dtype = run.dtype or parallel.from_lead(str(hardware.fastest_dtype(device)).removeprefix("torch."))
+        run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
     model = GPT.load(source).to(device).use(dtype)
     reference = make_reference(model) if KL_COEF else None
@@ -305,8 +301,8 @@ def main():
     hardware.flush_denormals()
     run, model, reference, optimizer, items, eval_questions = start()
     lead, world, sampler = parallel.rank() == 0, parallel.world(), model.cast(model.dtype)
-    past, report = monitor.open_log(run, model, WANDB) if lead else ([], None)
-    evaluation_seconds = 0.0 if run.skill else examine(run, model, eval_questions, "before", report)
+    past = monitor.open_log(run, model) if lead else []
+    evaluation_seconds = 0.0 if run.skill else examine(run, model, eval_questions, "before")
     signals = catch_signals()
     while run.step < STEPS:
         # Questions and answers
@@ -344,7 +340,8 @@ def main():
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = [*past[-39:], metrics]  # as many as diagnose looks at
-            monitor.write_metrics(run.out, metrics, report)
+            with open(run.out / "metrics.jsonl", "a") as log:
+                log.write(json.dumps(metrics) + "\n")
             to_come = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations
             parallel.log(monitor.progress_line(past, STEPS, to_come * evaluation_seconds))
 
@@ -360,7 +357,7 @@ def main():
         stopping = parallel.gather(signals)
         due = EVAL_EVERY > 0 and run.step % EVAL_EVERY == 0 and run.step < STEPS
         if due:
-            evaluation_seconds = examine(run, model, eval_questions, f"step {run.step}", report)
+            evaluation_seconds = examine(run, model, eval_questions, f"step {run.step}")
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizer)
         if stopping and run.step < STEPS:
@@ -368,7 +365,7 @@ def main():
             sys.exit(128 + stopping[0])
 
     if "after" not in run.skill:
-        examine(run, model, eval_questions, "after", report)
+        examine(run, model, eval_questions, "after")
     if lead:
         run.save(model, optimizer)
         parallel.log(monitor.table(run.skill))

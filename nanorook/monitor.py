@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 import torch
 
 from nanorook.run import rewind
-from nanorook.settings import GIVEN, SETTINGS, refuse, values
+from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.task import as_sum, earned
 
 
@@ -150,28 +150,11 @@ def describe(command, device, dtype):
     }
 
 
-def open_log(run, model, wandb_name):
-    """Cuts the files of a run back to where it stands: (the metrics of its steps so far, wandb's function or None)."""
+def open_log(run, model):
+    """Cuts the files of a run back to where it stands; the metrics of its steps so far."""
     step = run.step if run.skill else -1
     about = describe("./train.sh", model.wte.weight.device, model.dtype)
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about, indent=2))
-    past = rewind(run.out / "metrics.jsonl", step)
     rewind(run.out / "samples.jsonl", step)
-    return past, wandb_log(wandb_name, run.out) if wandb_name else None
-
-
-def wandb_log(name, folder):
-    """A function of (figures, step) that logs to wandb."""
-    try:
-        import wandb
-    except ImportError:
-        refuse(f"WANDB={name} needs a package that is not installed: pip install wandb.")
-    return wandb.init(project="nanorook", name=name, dir=folder, config=values()).log
-
-
-def write_metrics(out, metrics, report):
-    with open(out / "metrics.jsonl", "a") as log:
-        log.write(json.dumps(metrics) + "\n")
-    if report:
-        report({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, metrics["step"])
+    return rewind(run.out / "metrics.jsonl", step)

@@ -44,9 +44,8 @@ def start(device, processes):
 
 
 def launch(processes):
-    """Starts this program again for every other rank, in a session of its own: Ctrl-C reaches this process alone.
-
-    torchrun would pass Ctrl-C on, and 30 seconds later kill whoever is still at its step, before anything is saved."""
+    """Starts this program again for every other rank, in a session of its own, so that Ctrl-C reaches this one alone.
+    torchrun would pass it on, and 30 seconds later kill whoever is still at its step, before anything is saved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
@@ -92,8 +91,3 @@ def gather(items):
     lists = [None] * world()
     dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]
-
-
-def from_lead(value):
-    """The value that the first process has."""
-    return gather([value])[0]

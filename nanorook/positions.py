@@ -59,11 +59,8 @@ def board_key(fen):
 
 
 def held_out(fen):
-    """Whether the board is in the eleventh part that is never trained on.
-
-    A hash of the board decides, so a board is on the same side in every file and every run. It must never
-    change: what a trained model has not seen depends on it.
-    """
+    """Whether the board is in the eleventh part that is never trained on. Its hash decides, in every file and run, and
+    must never change: what a trained model has not seen depends on it."""
     return zlib.crc32(board_key(fen).encode()) % 11 == 0
 
 
@@ -141,10 +138,9 @@ def verify(position):
 def read_line(line, number):
     """[position] of a line, [] of an empty one or a comment.
 
-    Labelled lines in our own format were written from verified positions, and half a million of them would take two
-    minutes: only a file's first VERIFIED_LINES are verified, which shows whether another program wrote it. And odd
-    ones: without eight ranks, or with an en passant square. Where no pawn can use that, python-chess removes it, so
-    that `held_out` hashes the same text for the same board."""
+    To verify half a million labelled lines in our own format would take two minutes: after a file's first
+    VERIFIED_LINES, which show whether another program wrote it, only odd ones are, those without eight ranks or with an
+    en passant square. python-chess removes one that no pawn can use, so that `held_out` hashes one text for a board."""
     line = line.strip()
     if not line or line.startswith("#"):
         return []
@@ -172,9 +168,7 @@ def read_game(game, number):
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-# Of a file's lines (or of a PGN's games) so many may be unusable; with more, the file is refused. RookWorld's data has
-# games that continue after an illegal move or a king's capture.
-BAD_SHARE = 0.1
+BAD_SHARE = 0.1  # of lines or games may be unusable: RookWorld's data has games that go on after an illegal move
 logging.getLogger("chess.pgn").setLevel(logging.CRITICAL)  # python-chess would print each bad game, too
 
 
@@ -252,9 +246,8 @@ def environment_move(board, rng, illegal_share, best=None):
     legal = list(board.legal_moves)
     if not legal or rng.random() < illegal_share:
         return illegal_move(board, rng).uci()
-    # Trying every move to find those that end the game is slow, so it is done only where one is likely: the
-    # best move ends the game (or is unknown, then at random), the opponent has only king and pawns
-    # (stalemate), or at most five pieces are left.
+    # To try every move is slow, so moves that end the game are looked for only where they are likely: the best move is
+    # one (or unknown, then at random), the opponent has only king and pawns (stalemate), or five pieces are left.
     likely = game_end(board, chess.Move.from_uci(best)) if best else rng.random() < 0.3
     officers = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
     if likely or not officers or chess.popcount(board.occupied) <= 5:

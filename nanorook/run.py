@@ -24,7 +24,7 @@ from nanorook.settings import refuse
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run leaves in OUT_DIR
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb".split()
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
@@ -41,19 +41,16 @@ class Run:
         self.good = None  # the last state known to be healthy, see snapshot()
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
 
-    def hold(self):
-        """Holds OUT_DIR until this process ends, however it ends."""
+    def hold(self, source):
+        """Holds OUT_DIR until this process ends, however it ends. The start model, `source`, must not lie in it."""
+        if Path(source).resolve().is_relative_to(self.out.resolve()):
+            refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refuse(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
-
-    def protect(self, source):
-        """The start model is read again when a run goes on, so the run must not overwrite it."""
-        if Path(source).resolve().is_relative_to(self.out.resolve()):
-            refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
     def clear(self):
         """Deletes what a run has made and nothing else; where no run has been, a `model` is somebody's."""
@@ -94,14 +91,14 @@ class Run:
 
     def snapshot(self, model, optimizer):
         """All that going back restores, in the host's memory."""
-        return to_host([model.state_dict(), optimizer.state_dict()["state"]])
+        return to_host({"weights": model.state_dict(), "moments": optimizer.state_dict()["state"]})
 
     def go_back(self, model, optimizer, lr_factor):
         """To the last good state. What led away from it would do so again, so the learning rate is lowered."""
         self.rollbacks += 1
         if self.rollbacks == 3:
             refuse("the run failed for the third time; lower LR, or see the last line's advice.")
-        restore(model, optimizer, *copy.deepcopy(self.good))
+        restore(model, optimizer, **copy.deepcopy(self.good))
         self.lr_factor *= lr_factor
         self.skipped_in_a_row = 0
         parallel.log(f"back to the last good state, with LR times {self.lr_factor:g}")
@@ -114,8 +111,7 @@ class Run:
         trainer |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         model.save(unfinished)
-        content = BytesIO()
-        torch.save(trainer, content)
+        torch.save(trainer, content := BytesIO())  # of a full disk it would not say what is wrong
         (unfinished / "trainer.pt").write_bytes(content.getbuffer())
         for path in [*unfinished.iterdir(), unfinished]:
             handle = os.open(path, os.O_RDONLY)
@@ -147,12 +143,10 @@ def restore(model, optimizer, weights, moments):
 
 
 def to_host(state):
-    """A copy in the host's memory of tensors in dicts and lists: on a GPU it would take the room of microbatches."""
+    """A copy in the host's memory of tensors in dicts: on a GPU it would take the room of microbatches."""
     if torch.is_tensor(state):
         return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: to_host(value) for key, value in state.items()}
-    return [to_host(value) for value in state] if isinstance(state, list) else state
+    return {key: to_host(value) for key, value in state.items()}
 
 
 def write(path, text):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import threading
+from contextlib import suppress
 from functools import lru_cache
 
 import chess
@@ -28,10 +29,6 @@ def find():
     return path
 
 
-def require():
-    return find() or refuse("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH.")
-
-
 class Engine:
     """A Stockfish process with one thread, so that a search of so many nodes always gives the same answer."""
 
@@ -44,23 +41,17 @@ class Engine:
             self.process = subprocess.Popen([path], **pipes, errors="replace")  # errors: pipes of text
         except OSError as error:
             raise EngineError(f"cannot be started ({error.strerror})") from None
-        try:
-            names = [line[8:].strip() for line in self.answer("uci", "uciok") if line.startswith("id name ")]
-        except BaseException:  # the caller gets no Engine that it could close
-            self.close()
-            raise
+        names = [line[8:].strip() for line in self.answer("uci", "uciok") if line.startswith("id name ")]
         self.name = names[0] if names else "unknown"
         for option in ("Threads value 1", "Hash value 16", f"MultiPV value {CANDIDATES}"):
             self.send(f"setoption name {option}")
 
     def send(self, command):
-        try:
+        with suppress(OSError):  # it died, which its answer will show
             print(command, file=self.process.stdin, flush=True)
-        except OSError:
-            raise EngineError("died") from None
 
     def answer(self, command, last, nodes=0):
-        """The engine's lines up to the one that begins with `last`. An engine that hangs is killed."""
+        """The engine's lines up to the one that begins with `last`. An engine that hangs or fails is closed."""
         seconds, lines, hangs = self.TIMEOUT + nodes / 10**5, [], threading.Event()
         alarm = threading.Timer(seconds, lambda: (hangs.set(), self.process.kill()))
         alarm.start()
@@ -72,20 +63,22 @@ class Engine:
                     return lines
         finally:
             alarm.cancel()
+        self.close()
         raise EngineError(f"gave no answer for {seconds:g} seconds" if hangs.is_set() else "died")
 
     def close(self):
         self.process.kill()
         self.process.communicate()
 
-    def search(self, board, nodes):
-        """The best moves as ((uci, centipawns), ...), best first, from the side to move's view.
-
-        They are those of the last depth that was finished for all of them: where the nodes run out within a depth, the
-        engine reports some moves at this one and the others at the one before, and these cannot be compared."""
+    def search(self, board, nodes=NODES, afresh=True):
+        """The best moves as ((uci, centipawns), ...), best first, from the side to move's view: those of the last depth
+        that was finished for all of them. Where the nodes run out within a depth, the engine reports some moves at this
+        one and others at the one before, which cannot be compared. `afresh`: nothing is known of earlier searches."""
         legal = {move.uci() for move in board.legal_moves}
         count = min(CANDIDATES, len(legal))
         report, finished = [], []
+        if afresh:
+            self.send("ucinewgame")
         self.send(f"position fen {board.fen()}")
         for match in filter(None, map(self.INFO.match, self.answer(f"go nodes {nodes}", "bestmove", nodes))):
             depth, rank, unit, score, bound, move = match.groups()
@@ -97,22 +90,16 @@ class Engine:
             if len(report) == count and not bound and len({line[:2] for line in report}) == 1:
                 finished = report
         if not finished and report and nodes < 10**6:  # too few nodes to finish even the first depth
-            return self.search(board, 2 * nodes)
+            return self.search(board, 2 * nodes, False)
         moves = tuple(line[2:] for line in finished)
         if len(legal.intersection(uci for uci, _ in moves)) != count:
             raise EngineError(f"gave no legal moves for {board.fen()}")
         return tuple(sorted(moves, key=lambda move: -move[1]))
 
-    def search_afresh(self, board, nodes=NODES):
-        """A search from an empty hash table: the answer does not depend on earlier searches."""
-        self.send("ucinewgame")
-        return self.search(board, nodes)
-
 
 @lru_cache(1)
 def labelling_engine():
-    path = find()
-    return Engine(path) if path else None
+    return Engine(path) if (path := find()) else None
 
 
 def label(fen):
@@ -120,6 +107,6 @@ def label(fen):
     the rules of chess alone grade. An engine that fails ends the run: without it the reward would be another one."""
     try:
         engine = labelling_engine()
-        return engine.search_afresh(chess.Board(fen)) if engine else ()
+        return engine.search(chess.Board(fen)) if engine else ()
     except EngineError as error:
         refuse(f"Stockfish {error}: label the positions beforehand with tools.label, or use the same command again.")

@@ -78,11 +78,6 @@ class Tokenizer:
         return cls(ranks, len(ranks), words=False)
 
     @classmethod
-    def squares(cls):
-        """Bytes, and a token for each square of the board (256 to 319: a1, b1, ..., h8), so that a move is two."""
-        return cls.of_bytes([file + rank for rank in "12345678" for file in "abcdefgh"])
-
-    @classmethod
     def gpt2(cls):
         try:
             gpt2 = tiktoken.get_encoding("gpt2")
@@ -103,8 +98,8 @@ def tokenizer_files(ranks, eos, words):
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             merges.append(["".join(names[b] for b in part) for part in parts])
-    end = {"id": eos, "content": END, "special": True, "normalized": False}
-    end |= {"single_word": False, "lstrip": False, "rstrip": False}
+    end = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
+    end |= {"id": eos, "content": END, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
     content = {"version": "1.0", "added_tokens": [end], "pre_tokenizer": level, "decoder": level}
     content["model"] = {"type": "BPE", "vocab": {**vocab, END: eos}, "merges": merges}

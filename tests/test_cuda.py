@@ -93,7 +93,8 @@ def test_what_going_back_restores_is_kept_in_the_hosts_memory(gpu, tmp_path):
     optimizer, run = train.make_optimizer(model), Run(tmp_path)
     model(torch.zeros(1, 2, dtype=torch.long, device="cuda")).sum().backward()
     optimizer.step()
-    run.good = weights, moments = run.snapshot(model, optimizer)
+    run.good = run.snapshot(model, optimizer)
+    weights, moments = run.good.values()
     kept = [*weights.values(), *(t for state in moments.values() for t in state.values())]
     assert len(kept) == 4 * len(weights) and {tensor.device.type for tensor in kept} == {"cpu"}
     optimizer.step()

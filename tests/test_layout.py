@@ -63,7 +63,7 @@ def test_each_file_keeps_to_the_rules(file):
 def test_a_step_is_read_in_nine_files_and_950_lines(tmp_path, monkeypatch, few_positions):
     """Whole functions and methods that the second step of a run of chess calls, counted by syntax tree; and how many
     calls lie between the loop and the model."""
-    texts, ran, calls, written = {str(ROOT / file): text for file, text in TEXTS.items()}, set(), {}, []
+    texts, ran, calls = {str(ROOT / file): text for file, text in TEXTS.items()}, set(), {}
 
     def watch(frame, *_):
         code = frame.f_code
@@ -75,12 +75,11 @@ def test_a_step_is_read_in_nine_files_and_950_lines(tmp_path, monkeypatch, few_p
                     callers.append(callers[-1].f_back)
                 calls[code.co_name] = sum(caller.f_code.co_filename in texts for caller in callers) - 1
 
-    def write_metrics(*args, write=monitor.write_metrics):
-        write(*args)
-        written.append(1)
-        sys.settrace(watch if len(written) == 1 else None)
+    def progress_line(past, *args, original=monitor.progress_line):
+        sys.settrace(watch if len(past) == 1 else None)
+        return original(past, *args)
 
-    monkeypatch.setattr(monitor, "write_metrics", write_metrics)
+    monkeypatch.setattr(monitor, "progress_line", progress_line)
     monkeypatch.setattr(train, "examine", lambda *_: 0.0)
     small = dict(STEPS=2, BATCH_POSITIONS=20, GROUP_SIZE=2, EVAL_EVERY=0, KL_COEF=0.01, DATA=few_positions)
     toy.run(tmp_path, rewards, MODEL="weights/tiny", **small)

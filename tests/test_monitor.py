@@ -1,14 +1,10 @@
 import math
-import sys
-from unittest.mock import MagicMock, call
 
 import numpy
 import pytest
 
 import toy
-import train
 from nanorook import monitor
-from nanorook.run import Run
 from nanorook.task import Grade
 from rollout import Answer
 
@@ -78,19 +74,3 @@ def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
     worst = r"worst of 3: why?|-> \x1b]0;title\x07 \r\x9b2J\u202e\ud800|-0.2625 = 0.0375 form - 0.3 runaway"
     best = "best of 3: why?|-> fine|0.075 = 0.0375 form + 0.0375 legal"
     assert "|".join(map(str.strip, capsys.readouterr().out.splitlines())) == f"{worst}|{best}"
-
-
-def test_metrics_and_evaluations_go_to_wandb_or_the_missing_package_is_named(monkeypatch, tmp_path, toy_settings):
-    toy_settings()
-    fake, run = MagicMock(), Run(tmp_path)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"short reward T=0": (0.75, 0.01)})
-    _, report = monitor.open_log(run, toy.model(), "my run")
-    train.examine(run, toy.model(), [], "before", report)
-    monitor.write_metrics(run.out, {"step": 3, "reward": 0.5, "state": "green"}, report)
-    assert fake.init.call_args.kwargs["name"] == "my run" and "LR" in fake.init.call_args.kwargs["config"]
-    expected = [call({"skill/short reward T=0": 0.75}, 0), call({"step": 3, "reward": 0.5}, 3)]
-    assert fake.init.return_value.log.call_args_list == expected
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit, match="pip install wandb"):
-        monitor.wandb_log("my run", tmp_path)

@@ -19,7 +19,8 @@ from tools import pretrain, texts
 from tools.label import write_position
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
-TOKENIZERS = {"squares": Tokenizer.squares(), "expanded": Tokenizer.of_bytes(), "rookworld": Tokenizer.of_bytes()}
+BYTES = Tokenizer.of_bytes()
+TOKENIZERS = {"squares": Tokenizer.of_bytes(chess.SQUARE_NAMES), "expanded": BYTES, "rookworld": BYTES}
 LABELLED = positions.split(positions.load("builtin")[:6000])
 DATA = LABELLED[0], texts.rare_kinds(LABELLED[0])
 FEN = "r1b1k2r/pp3ppp/2n5/3qP3/3P4/2P2N2/P4PPP/R1BQK2R w KQkq - 1 11"

@@ -40,7 +40,7 @@ def test_texts_are_written_as_documented():
 def test_the_longest_prompts_fit_their_width():
     fen = "1n1qkbnr/p1p1p1p1/1p1p1p1p/r7/7R/1P1P1P1P/P1P1P1P1/RNBQK1N1 w KQkq e3 149 249"
     moves = ("a2a4",) * 9 + ("a7a8q",)
-    for text_format, encode in (("expanded", str), ("squares", Tokenizer.squares().encode)):
+    for text_format, encode in (("expanded", str), ("squares", Tokenizer.of_bytes(chess.SQUARE_NAMES).encode)):
         prompts = rewards.policy_prompt(fen, text_format), rewards.environment_prompt(fen, "a7a8q", moves, text_format)
         assert {prompt[:3]: len(encode(prompt)) for prompt in prompts} == rewards.WIDTH[text_format]
 

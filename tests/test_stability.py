@@ -16,7 +16,7 @@ import rollout
 import toy
 import train
 from model import GPT
-from nanorook import monitor, parallel, settings
+from nanorook import parallel, settings
 from nanorook.positions import Position
 from nanorook.run import STEP, Run
 from rollout import generate
@@ -277,10 +277,9 @@ def test_no_setting_is_silent(toy_run, tmp_path):
 def test_settings_of_the_machine_reach_what_they_name(toy_run, toy_settings, monkeypatch):
     seen = {}
     monkeypatch.setattr(parallel, "start", lambda device, n: seen.update(start=(str(device), n)) or device)
-    monkeypatch.setattr(monitor, "wandb_log", lambda name, _: seen.update(log=name) or (lambda *_: None))
     monkeypatch.setattr(torch, "compile", lambda score, dynamic: seen.update(compiled=True) or score)
-    toy_run(STEPS=1, NPROC=3, WANDB="mine", COMPILE="1")
-    assert seen == {"start": ("cpu", 3), "log": "mine", "compiled": True}
+    toy_run(STEPS=1, NPROC=3, COMPILE="1")
+    assert seen == {"start": ("cpu", 3), "compiled": True}
     toy_settings(MICROBATCH_TOKENS=64)
     assert train.microbatch_tokens(toy.model()) == 64
 
@@ -306,7 +305,7 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
 def test_every_setting_is_known_to_do_something():
     """A new setting joins CHANGES, or this list with the test that sees its effect."""
     elsewhere = {
-        "TASK", "MODEL", "NPROC", "COMPILE", "MICROBATCH_TOKENS", "WANDB", "DEVICE",
+        "TASK", "MODEL", "NPROC", "COMPILE", "MICROBATCH_TOKENS", "DEVICE",
         "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER", "MIX_FIRST_RATIO",
         "OUT_DIR", "RECOVERY_LR_FACTOR", "FRESH",  # in test_train.py
         "MAX_CONSECUTIVE_NANS",  # test_recovery_gives_up_with_words

@@ -6,6 +6,7 @@ import pytest
 
 from nanorook import stockfish
 from nanorook.stockfish import NODES, Engine, EngineError
+from tools.label import require
 from toy import program
 
 OPENING = "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3"
@@ -17,7 +18,7 @@ needs_stockfish = pytest.mark.needs("stockfish")
 
 @pytest.fixture
 def engine():
-    engine = Engine(stockfish.require())
+    engine = Engine(require())
     yield engine
     engine.close()
 
@@ -25,7 +26,7 @@ def engine():
 @needs_stockfish
 def test_labels_are_those_of_python_chess_s_engine(engine):
     board, depths = chess.Board(MIDDLE_GAME), {}
-    with chess.engine.SimpleEngine.popen_uci(stockfish.require()) as other:
+    with chess.engine.SimpleEngine.popen_uci(require()) as other:
         other.configure({"Threads": 1, "Hash": 16})
         with other.analysis(board, chess.engine.Limit(nodes=NODES), multipv=5, game=object()) as analysis:
             for line in analysis:
@@ -33,11 +34,12 @@ def test_labels_are_those_of_python_chess_s_engine(engine):
                     label = line["pv"][0].uci(), line["score"].relative.score()
                     depths.setdefault(line["depth"], {}).setdefault(line["multipv"], label)
     lines = depths[max(depth for depth, lines in depths.items() if len(lines) == 5)]
-    assert engine.search(board, 3 * NODES) != (expected := tuple(lines[i] for i in range(1, 6)))  # fills its table
-    assert engine.search_afresh(board, NODES) == expected
-    assert engine.search_afresh(chess.Board(MATE_IN_ONE), 2000)[0] == ("a1a8", 99999)
-    assert len(engine.search_afresh(chess.Board(OPENING), 1)) == 5  # nodes are doubled until a depth is finished
-    assert engine.search_afresh(chess.Board(MATED_SOON), 2000) == (("h8g8", -99999),)
+    expected = tuple(lines[i] for i in range(1, 6))
+    assert engine.search(board, 3 * NODES, afresh=False) != expected  # fills its table
+    assert engine.search(board, NODES) == expected
+    assert engine.search(chess.Board(MATE_IN_ONE), 2000)[0] == ("a1a8", 99999)
+    assert len(engine.search(chess.Board(OPENING), 1)) == 5  # nodes are doubled until a depth is finished
+    assert engine.search(chess.Board(MATED_SOON), 2000) == (("h8g8", -99999),)
 
 
 def info(depth, rank, score, move):
@@ -74,7 +76,7 @@ def test_a_missing_program_is_one_sentence(monkeypatch):
     monkeypatch.delenv("STOCKFISH_PATH")
     monkeypatch.setattr(stockfish.shutil, "which", lambda *args, **options: None)
     with pytest.raises(SystemExit, match="apt install stockfish"):
-        stockfish.require()
+        require()
     assert stockfish.label(OPENING) == ()  # grades by the rules alone
 
 
@@ -92,6 +94,6 @@ def test_a_run_whose_engine_fails_ends_in_one_sentence(tmp_path, monkeypatch, te
 def test_labels_of_a_run_are_those_of_an_engine_of_its_own(engine):
     stockfish.labelling_engine.cache_clear()
     for fen in (OPENING, MIDDLE_GAME):
-        assert stockfish.label(fen) == engine.search_afresh(chess.Board(fen))
+        assert stockfish.label(fen) == engine.search(chess.Board(fen))
     stockfish.labelling_engine().close()
     stockfish.labelling_engine.cache_clear()

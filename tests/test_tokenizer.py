@@ -23,9 +23,9 @@ def test_same_ids_as_transformers(bpe_folder, chess_lines, tmp_path, names):
     assert tokenizer.eos == reference.eos_token_id and set(tokenizer.files) == set(names)
 
 
-@pytest.mark.parametrize("kind", ["of_bytes", "squares"])
-def test_files_written_for_a_tokenizer_give_the_same_ids(chess_lines, tmp_path, kind):
-    original = getattr(Tokenizer, kind)()
+@pytest.mark.parametrize("pairs", [(), chess.SQUARE_NAMES])
+def test_files_written_for_a_tokenizer_give_the_same_ids(chess_lines, tmp_path, pairs):
+    original = Tokenizer.of_bytes(pairs)
     for name, content in original.files.items():
         (tmp_path / name).write_bytes(content)
     reference, loaded, rng = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path), random.Random(1)
@@ -48,7 +48,7 @@ def test_bytes_and_squares_are_tokens():
     assert read(tokenizer, [*text.encode(), 256, 65])[0] == text  # nothing after the end token
     assert read(tokenizer, [65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])  # bytes that are no text
     assert tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")  # a text cannot contain the end token
-    tokenizer = Tokenizer.squares()
+    tokenizer = Tokenizer.of_bytes(chess.SQUARE_NAMES)
     assert tokenizer.eos == 320 and tokenizer.vocab_size == 321
     assert tokenizer.encode("".join(chess.SQUARE_NAMES)) == list(range(256, 320))  # in python-chess's order
     assert tokenizer.encode("B: a7a8qb1a") == [*b"B: ", 256 + chess.A7, 256 + chess.A8, *b"q", 256 + chess.B1, *b"a"]

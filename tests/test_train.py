@@ -89,7 +89,7 @@ def test_the_dtype_is_decided_once_by_the_first_process(toy_run, monkeypatch, tm
     toy_run(DTYPE="auto", STEPS=1)
     monkeypatch.setattr(hardware, "fastest_dtype", lambda device: torch.float32)
     toy_run(DTYPE="auto", STEPS=2)
-    monkeypatch.setattr(parallel, "from_lead", lambda value: "bfloat16" if value == "float32" else value)
+    monkeypatch.setattr(parallel, "gather", lambda values: ["bfloat16"] if values == ["float32"] else values)
     toy_run("other", DTYPE="auto", STEPS=1)
     for out in ("out", "other"):  # as at the run's start, and as the first process says, although another is faster now
         assert json.loads((tmp_path / out / "run.json").read_text())["dtype"] == "bfloat16"

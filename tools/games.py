@@ -22,6 +22,7 @@ from nanorook import hardware, monitor, stockfish
 from nanorook.positions import Position, distinct
 from nanorook.settings import number, refuse
 from rollout import sample
+from tools.label import require
 
 START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
@@ -81,7 +82,7 @@ def play(model, starts, temperature, opponent=None):
 
 def start_stockfish(skill, nodes):
     """The opponent, and its name."""
-    engine = stockfish.Engine(stockfish.require())
+    engine = stockfish.Engine(require())
     engine.send("setoption name MultiPV value 1")
     engine.send(f"setoption name Skill Level value {skill}")
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from nanorook import positions
 from nanorook.settings import number, refuse
-from nanorook.stockfish import NODES, Engine, EngineError, require
+from nanorook.stockfish import NODES, Engine, EngineError, find
 
 CHUNK = 16  # positions of the input in a unit
 
@@ -40,6 +40,11 @@ OPENING = 20  # half-moves at most; short openings are more frequent: after a lo
 TEMPERATURES = 10, 20, 40, 80, 160  # centipawns
 RANDOM_MOVES = 0, 0.02, 0.1
 KEPT = 1 / 8
+
+
+def require():
+    """The path of Stockfish's program."""
+    return find() or refuse("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH.")
 
 
 def play(engine, rng):
@@ -53,7 +58,7 @@ def play(engine, rng):
         if len(history) < opening or rng.random() < share:
             move = rng.choice([move.uci() for move in board.legal_moves])
         else:
-            moves = engine.search(board, PLAY_NODES)
+            moves = engine.search(board, PLAY_NODES, afresh=False)
             weights = [math.exp((score - moves[0][1]) / temperature) for _, score in moves]
             move = rng.choices(moves, weights)[0][0]
         board.push_uci(move)
@@ -66,7 +71,7 @@ def label(engine, unlabelled, nodes):
     for position in unlabelled:
         board = chess.Board(position.fen)
         if any(board.legal_moves):
-            labelled.append(position._replace(moves=engine.search_afresh(board, nodes)))
+            labelled.append(position._replace(moves=engine.search(board, nodes)))
     return labelled
 
 

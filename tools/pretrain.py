@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import chess
@@ -35,7 +36,11 @@ from tools.label import start_worker
 
 LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see texts.legal_tokens()
 WARMUP = 100  # steps in which the learning rates rise
-TOKENIZERS = {"squares": Tokenizer.squares, "expanded": Tokenizer.of_bytes, "rookworld": Tokenizer.gpt2}
+TOKENIZERS = {
+    "squares": partial(Tokenizer.of_bytes, chess.SQUARE_NAMES),  # a move is two tokens
+    "expanded": Tokenizer.of_bytes,
+    "rookworld": Tokenizer.gpt2,
+}
 SKILL = "policy legal", "policy candidates_legal", "policy top5", "policy best", "environment next_state"
 
 
