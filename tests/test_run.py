@@ -1,3 +1,4 @@
+import builtins
 import errno
 import json
 import math
@@ -109,17 +110,17 @@ MOMENTS += [(monitor, "open_log", 1), (monitor, "progress_line", 1), (torch, "sa
 MOMENTS += [(os, "fsync", n) for n in (1, 3, 9, 12)] + [(os, "rename", n) for n in (2, 3, 4)]
 
 
-def break_off(patch, owner, name, nth, error):
-    """The nth call of owner.name, counted from the start of the run, raises the error."""
-    function, calls = getattr(owner, name, open), []
+def break_off(patch, owner, name, nth, error, file=""):
+    """The nth call of owner.name, counted from the start of the run and for `file` if named, raises the error."""
+    function, calls = getattr(owner, name), []
 
     def failing(*args, **kwargs):
-        calls.append(1)
+        calls.extend([1] * (file in str(args[:1])))
         if len(calls) == nth:
             raise error
         return function(*args, **kwargs)
 
-    patch.setattr(owner, name, failing, raising=False)
+    patch.setattr(owner, name, failing)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, mo
 FULL = {  # when the disk is full, and the newest checkpoint then
     "settings.json": (Path, "write_text", 1, []),
     "first trainer.pt": (Path, "write_bytes", 4, []),
-    "a line of metrics.jsonl": (train, "open", 3, [1]),
+    "a line of metrics.jsonl": (builtins, "open", 2, [1], "metrics.jsonl"),
     "a checkpoint's model": (Path, "write_bytes", 5, [1]),
     "skill.json at the end": (Path, "write_text", 9, [3]),
     "out/model": (Path, "write_bytes", 17, [3]),
@@ -150,10 +151,10 @@ FULL = {  # when the disk is full, and the newest checkpoint then
 
 @pytest.mark.parametrize("moment", FULL)
 def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path, toy_model):
-    owner, name, nth, last = FULL[moment]
+    owner, name, nth, last, *file = FULL[moment]
     settings = dict(MODEL=toy_model, STEPS=3, SAVE_EVERY=1)
     with pytest.MonkeyPatch.context() as patch:
-        break_off(patch, owner, name, nth, OSError(errno.ENOSPC, "No space left on device"))
+        break_off(patch, owner, name, nth, OSError(errno.ENOSPC, "No space left on device"), *file)
         sentence = toy.main(tmp_path, **settings)
     newest = [f"{tmp_path}/step-{step:06d}" for step in steps(tmp_path)][-1:]
     goes_on = f"goes on from {newest[0]}." if newest else "starts again."
