@@ -82,7 +82,8 @@ class Attention(nn.Module):
 
 def causal_attention(layer, q, k, v):
     """Each token (N, H, S, D) to itself and to those before it."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wide = q.dtype if q.is_cuda else torch.float32  # on a CPU this kernel's backward takes longer in bf16
+    return F.scaled_dot_product_attention(q.to(wide), k.to(wide), v.to(wide), is_causal=True).to(q.dtype)
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
@@ -109,7 +110,7 @@ def causal_bias(S, device):
 
 def grouped(x, B):
     """Rows (N, H, S, D) as the G rows of B groups (B, H, G, S, D)."""
-    return x.unflatten(0, (B, -1)).transpose(1, 2)
+    return x.unflatten(0, (B, -1)).transpose(1, 2).contiguous()  # else each of its products copies it
 
 
 class Block(nn.Module):

@@ -35,6 +35,7 @@ def heading(title):
 
 def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
     kind, default = type(default), GIVEN["defaults"].get(name, default)
+    default = str(int(default) if isinstance(default, bool) else default)
     text = GIVEN["arguments"].get(name, GIVEN["environment"].get(name, default))
     if kind is bool:
         kind, low, high = int, 0, 1
@@ -66,19 +67,18 @@ def number(kind, low, high=LARGEST):
 
 def finish(program="./train.sh"):
     """Call it after the last setting: prints --help, refuses unknown arguments, warns of mistyped variables."""
-    shown = {n: str(int(default) if isinstance(default, bool) else default) for n, (default, *_) in SETTINGS.items()}
     if any(a in ("-h", "--help") for a in sys.argv[1:]):
         print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}")
-        for i, (name, (_, meaning, _)) in enumerate(SETTINGS.items()):
+        for i, (name, (default, meaning, _)) in enumerate(SETTINGS.items()):
             if i in HEADINGS:
                 print(f"\n{HEADINGS[i]}")
-            print(f"  {name:26} {shown[name]:14} {meaning}")
+            print(f"  {name:26} {default:14} {meaning}")
         sys.exit()
     for argument in sys.argv[1:]:
         name, equals, value = argument.partition("=")
         if not equals or name not in SETTINGS:
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)
-            hint = f"did you mean {near[0]}={value or shown[near[0]]}?" if near else "--help lists the settings."
+            hint = f"did you mean {near[0]}={value or SETTINGS[near[0]][0]}?" if near else "--help lists the settings."
             refuse(f"{argument} is not a setting in the form NAME=value; {hint}")
     for name in GIVEN["defaults"]:
         if name not in SETTINGS:

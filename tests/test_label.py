@@ -1,3 +1,4 @@
+import fcntl
 import functools
 import os
 import signal
@@ -10,7 +11,6 @@ import chess
 import pytest
 
 from nanorook import positions as P
-from nanorook import stockfish
 from tools import label
 from toy import ROOT, program
 
@@ -101,6 +101,9 @@ def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path,
     kept = partial.read_bytes() + b"rnbqkbnr/pppp"  # ended in the middle of a line
     partial.write_bytes(kept)
     run(out, *GAMES, "--seed", 1, wrong="was started with other settings")
+    with open(partial, "a+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        run(out, *GAMES, wrong="is in use by another run")
     done = kept[: kept.rindex(b"\n")].count(b";") // 2
     assert done > 0 and f"Continuing {partial}: {done} positions are done." in run(out, *GAMES, "--workers", 3)
     assert out.read_bytes() == undisturbed and not partial.exists()
@@ -113,7 +116,7 @@ def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):
     for cut in range(len(text) + 1):
         partial.write_bytes(text[:cut])
         whole = max(header, text[: text[:cut].rfind(b"\n") + 1], key=len)
-        assert label.resume(partial, header) == units[: whole.count(b"\n") - 1]
+        assert label.resume(open(partial, "a+b"), header) == units[: whole.count(b"\n") - 1]
         assert partial.read_bytes() == whole
 
 
@@ -122,7 +125,7 @@ def test_an_engine_that_dies_once_is_started_again_and_a_missing_one_is_said(tmp
     run(out, STOCKFISH_PATH="/bin/false", wrong="error: Stockfish (/bin/false) died.")
     run(out, "--from", tmp_path / "none.txt", wrong=str(tmp_path / "none.txt"))
     assert list(tmp_path.iterdir()) == []
-    text = f"""[ -e {died} ] && exec {stockfish.require()}
+    text = f"""[ -e {died} ] && exec {label.require()}
         while read word rest; do case $word in uci) echo uciok;; go) touch {died}; exit 1;; esac; done"""
     run(out, *GAMES, "--workers", 1, STOCKFISH_PATH=program(tmp_path / "engine", text))
     assert died.exists() and out.read_bytes() == undisturbed

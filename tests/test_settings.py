@@ -34,6 +34,9 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
     values = program("LR=0.5", "MODEL=a=b", LR="6", STEPS="5", OVERFIT="1", MODELS="/srv/models")
     assert values == {"STEPS": 5, "LR": 0.5, "LOSS": "grpo", "OVERFIT": True, "MODEL": "a=b", "GROUP_SIZE": 4}
     assert capsys.readouterr().err.startswith("warning: the environment has MODELS, which is not a setting; did you")
+    settings.GIVEN["defaults"] = {"STEPS": 2.7}
+    with pytest.raises(SystemExit, match="STEPS=2.7 is not a whole number"):
+        program()
     settings.GIVEN["defaults"] = {"STEP": 7}
     with pytest.raises(SystemExit, match="DEFAULTS name STEP, which is not a setting"):
         program()

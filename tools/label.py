@@ -8,6 +8,7 @@ its last unit.
 
 import argparse
 import collections
+import fcntl
 import functools
 import gzip
 import itertools
@@ -105,20 +106,23 @@ def work(path, unit, nodes):
             engine.cache_clear()
 
 
-def resume(partial, header):
+def resume(file, header):
     """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
     line that was not written to its end is cut off."""
-    with open(partial, "a+b") as file:
-        file.seek(0)
-        text = file.read()
-        if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
-            file.truncate(0)
-            file.write(header)
-            return []
-        if not text.startswith(header):
-            refuse(f"{partial} was started with other settings or input: use those, or delete it to start again.")
-        end = text.rindex(b"\n") + 1
-        file.truncate(end)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        refuse(f"{file.name} is in use by another run; wait for its end, or name another file.")
+    file.seek(0)
+    text = file.read()
+    if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
+        file.truncate(0)
+        file.write(header)
+        return []
+    if not text.startswith(header):
+        refuse(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
+    end = text.rindex(b"\n") + 1
+    file.truncate(end)
     return [line.split("\t") if line else [] for line in text[len(header) : end].decode().splitlines()]
 
 
@@ -140,7 +144,8 @@ def run(args):
         wanted = args.positions or 22000
         every_unit = (f"{args.seed}/{number}" for number in itertools.count())
 
-    done = resume(partial, (json.dumps(settings) + "\n").encode())
+    file = open(partial, "a+b")
+    done = resume(file, (json.dumps(settings) + "\n").encode())
     lines = [line for unit in done for line in unit]
     if done:
         print(f"Continuing {partial}: {len(lines)} positions are done.")
@@ -149,7 +154,7 @@ def run(args):
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
     bar = tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05)
     try:
-        with open(partial, "a") as file, bar:
+        with file, bar:
             while len(lines) < wanted:
                 for unit in itertools.islice(units, 4 * args.workers - len(ahead)):
                     ahead.append(pool.submit(work, path, unit, args.nodes))
@@ -161,7 +166,8 @@ def run(args):
                     if key not in boards and len(lines) + len(new) < wanted:
                         boards.add(key)
                         new.append(line)
-                print(*new, sep="\t", file=file, flush=True)
+                file.write(("\t".join(new) + "\n").encode())
+                file.flush()
                 lines += new
                 bar.update(len(new))
             bar.total = len(lines)  # fewer than wanted where some were left out

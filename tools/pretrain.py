@@ -50,7 +50,7 @@ def arguments():
     count, rate = number(int, 1), number(float, 0, 1)
     p.add_argument("out", type=Path, help="the model folder to write; run the same command again to resume")
     p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as nanorook/positions.py reads")
-    p.add_argument("--init", help="start from this model instead of random weights")
+    p.add_argument("--init", help="start from this model; its format and sizes then hold")
     p.add_argument("--format", default="squares", choices=TOKENIZERS, help="of the texts, see rewards.py")
     p.add_argument("--tokenizer", help="a folder with tokenizer files, for --format rookworld instead of GPT-2's")
     p.add_argument("--layers", type=count, default=6, help="12 for GPT-2 124M")
