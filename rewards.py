@@ -93,7 +93,7 @@ def typed_board(fen):
 
 
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
-# whose tokens are bytes, or bytes and squares' names (Tokenizer.squares): a board has one character for each square and
+# whose tokens are bytes, or bytes and squares' names (tools/pretrain.py): a board has one character for each square and
 # a prompt has a fixed number of tokens, so that a square always stands at the same place.
 
 WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit

@@ -264,8 +264,9 @@ def start():
                f"{world}.")  # fmt: skip
     run = Run(OUT_DIR)
     if lead:
+        run.hold()
         source = MODEL or task.start_model()
-        run.hold(source)
+        run.protect(source)
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
     if len(set(parallel.gather([run.step]))) > 1:

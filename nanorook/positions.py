@@ -138,9 +138,9 @@ def verify(position):
 def read_line(line, number):
     """[position] of a line, [] of an empty one or a comment.
 
-    To verify half a million labelled lines in our own format would take two minutes: after a file's first
-    VERIFIED_LINES, which show whether another program wrote it, only odd ones are, those without eight ranks or with an
-    en passant square. python-chess removes one that no pawn can use, so that `held_out` hashes one text for a board."""
+    To verify half a million labelled lines in our own format would take two minutes. So after a file's first
+    VERIFIED_LINES, which show whether another program wrote it, only odd lines are verified: without eight ranks, or
+    with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash."""
     line = line.strip()
     if not line or line.startswith("#"):
         return []
@@ -247,7 +247,7 @@ def environment_move(board, rng, illegal_share, best=None):
     if not legal or rng.random() < illegal_share:
         return illegal_move(board, rng).uci()
     # To try every move is slow, so moves that end the game are looked for only where they are likely: the best move is
-    # one (or unknown, then at random), the opponent has only king and pawns (stalemate), or five pieces are left.
+    # one (or unknown, then at random), the opponent has only king and pawns (stalemate), five pieces or fewer are left.
     likely = game_end(board, chess.Move.from_uci(best)) if best else rng.random() < 0.3
     officers = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
     if likely or not officers or chess.popcount(board.occupied) <= 5:

@@ -23,8 +23,7 @@ from nanorook import parallel, settings
 from nanorook.settings import refuse
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
-# What a run leaves in OUT_DIR
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()  # by a run
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
@@ -41,16 +40,19 @@ class Run:
         self.good = None  # the last state known to be healthy, see snapshot()
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
 
-    def hold(self, source):
-        """Holds OUT_DIR until this process ends, however it ends. The start model, `source`, must not lie in it."""
-        if Path(source).resolve().is_relative_to(self.out.resolve()):
-            refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
+    def hold(self):
+        """Holds OUT_DIR until this process ends, however it ends."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refuse(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
+
+    def protect(self, source):
+        """The start model is read again when a run goes on, so the run must not overwrite it."""
+        if Path(source).resolve().is_relative_to(self.out.resolve()):
+            refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
     def clear(self):
         """Deletes what a run has made and nothing else; where no run has been, a `model` is somebody's."""
@@ -111,7 +113,7 @@ class Run:
         trainer |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         model.save(unfinished)
-        torch.save(trainer, content := BytesIO())  # of a full disk it would not say what is wrong
+        torch.save(trainer, content := BytesIO())  # into a file, it would not say that the disk is full
         (unfinished / "trainer.pt").write_bytes(content.getbuffer())
         for path in [*unfinished.iterdir(), unfinished]:
             handle = os.open(path, os.O_RDONLY)

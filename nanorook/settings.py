@@ -1,8 +1,7 @@
 """Settings by name: from NAME=value arguments, else from the environment, else the task's default, else the default.
 
-A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one. Only the
-program that was started calls `read_user`, before its first setting; in a module that is imported they are defaults.
-They are globals, so that LR is what stands where it is used, not an entry of an object that all functions pass on.
+A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one, and LR stands
+where it is used. Only a program that was started calls `read_user`, before that; one that is imported has the defaults.
 """
 
 import argparse

@@ -47,7 +47,7 @@ class Engine:
             self.send(f"setoption name {option}")
 
     def send(self, command):
-        with suppress(OSError):  # it died, which its answer will show
+        with suppress(OSError, ValueError):  # it died, or was closed, which its answer will show
             print(command, file=self.process.stdin, flush=True)
 
     def answer(self, command, last, nodes=0):

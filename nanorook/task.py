@@ -1,8 +1,7 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file; rewards.py is chess.
 
-`Task` below is what such a file provides; `load`, `make_questions` and `check_grades` hold a file against it before
-the first step, so that a mistake in it ends in a sentence.
-docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
+`Task` is what such a file provides; `load`, `make_questions` and `check_grades` hold it against that, so that a mistake
+ends in a sentence. docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
 """
 
 import importlib.util

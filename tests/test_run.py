@@ -63,11 +63,11 @@ def test_what_was_just_written_is_kept_beside_damaged_ones_that_are_newer(tmp_pa
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     run = Run(tmp_path)
-    run.hold("weights/tiny")
+    run.hold()
     with pytest.raises(SystemExit, match="in use by another run"):
-        Run(tmp_path).hold("weights/tiny")
+        Run(tmp_path).hold()
     run.lock.close()
-    Run(tmp_path).hold("weights/tiny")
+    Run(tmp_path).hold()
 
 
 def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
@@ -175,7 +175,7 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
             os.kill(os.getpid(), signal.SIGTERM)
         return batch._replace(advantages=batch.advantages * (math.nan if step in (3, 5, 6) else 1))
 
-    monkeypatch.setattr(Run, "hold", lambda run, source: runs.clear() or runs.append(run) or hold(run, source))
+    monkeypatch.setattr(Run, "hold", lambda run: runs.clear() or runs.append(run) or hold(run))
     monkeypatch.setattr(train, "compare", failing)
     monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
     run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")

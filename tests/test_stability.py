@@ -156,7 +156,7 @@ def inject(patch, stage, steps):
             moments["exp_avg"] = bad(moments["exp_avg"], "optimizer")
         return adamw(self, *args)
 
-    patch(Run, "hold", lambda run, source: runs.append(run) or hold(run, source))
+    patch(Run, "hold", lambda run: runs.append(run) or hold(run))
     patch(train, "compare", comparing)
     patch(train, "compiled_score", lambda: score)
     patch(parallel, "sum_gradients", gradient)

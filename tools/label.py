@@ -110,7 +110,7 @@ def resume(file, header):
     """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
     line that was not written to its end is cut off."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while this process writes it
     except BlockingIOError:
         refuse(f"{file.name} is in use by another run; wait for its end, or name another file.")
     file.seek(0)

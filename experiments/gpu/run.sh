@@ -62,12 +62,12 @@ fi
 [ -n "${GPT2_TOKENIZER:-}" ] || [ ! -e "$carried/gpt2/vocab.json" ] || GPT2_TOKENIZER=$carried/gpt2
 "$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
 import sys
-from nanorook import stockfish
 from nanorook.tokenizer import Tokenizer
+from tools.label import require
 
 folder, tiny, positions = sys.argv[1:]
 if not positions:  # without labels to make, only the judge of moves would be missing
-    stockfish.require()
+    require()
 try:
     Tokenizer.load(folder) if folder else Tokenizer.gpt2()
 except SystemExit as error:
