@@ -118,6 +118,7 @@ def resume(file, header):
     if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
         file.truncate(0)
         file.write(header)
+        file.flush()  # before workers fork, who would have it in their buffers
         return []
     if not text.startswith(header):
         refuse(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
