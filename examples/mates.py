@@ -10,11 +10,14 @@ squares (chess_format).
     python -m examples.mates OUT FILE ...       makes the data from labelled positions
 """
 
+import argparse
 import gzip
-import sys
+
+import chess
 
 import rewards
 from nanorook import positions
+from nanorook.settings import refuse
 from nanorook.stockfish import MATE
 
 DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.0, EVAL_POSITIONS=1000)
@@ -27,7 +30,8 @@ LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
 
 def load(source, config):
     """Items are (kind of question, position). `source` has the ordinary positions."""
-    sides = zip(rewards.load_mates(), positions.split(positions.load(source)))
+    ordinary = [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
+    sides = zip(rewards.load_mates(), positions.split(ordinary))
     return [[("mates", p) for p in mates] + [("moves", p) for p in moves] for mates, moves in sides]
 
 
@@ -48,6 +52,8 @@ def ask(kind, position, config):
 def question(text, config):
     """A FEN, typed at tools.ask."""
     asked = ask("mates", positions.Position(rewards.typed_board(text.strip()).fen(), (), ()), config)
+    if not asked.truth["legal"]:
+        refuse(f"in {text.strip()} no move is legal; ask about another position.")
     return asked if asked.truth["mate"] else asked._replace(kind="moves")
 
 
@@ -67,4 +73,7 @@ def make(out, files):
 
 
 if __name__ == "__main__":
-    make(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser("python -m examples.mates", description=make.__doc__)
+    parser.add_argument("out", help="the file to make, gzipped")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="labelled positions")
+    make(**vars(parser.parse_args()))

@@ -67,7 +67,8 @@ def toplevel():
         refuse("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with tempfile.TemporaryDirectory() as folder:  # deleted at once: no file can be made in it
-        process = subprocess.Popen([*without_network(), *OCAML], cwd=folder, env={"PATH": os.environ["PATH"]}, **pipes)
+        command, env = [*without_network(), *OCAML], {"PATH": os.environ["PATH"]}
+        process = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes)  # without our Ctrl-C
         ready = process.stdout.readline()
     if ready != b"ready\n":
         refuse(f"OCaml was found but cannot judge; this command says why: {' '.join(OCAML)}")

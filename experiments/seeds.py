@@ -23,7 +23,7 @@ from nanorook.run import write
 from nanorook.settings import number, refuse
 
 ROOT = Path(__file__).parent.parent
-PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares
+PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
 
 
 def read(file):
@@ -54,22 +54,22 @@ def run(folder, arguments):
     return {"about": about, "skill": {str(steps.get(name, name.split(" ")[-1])): skill[name] for name in skill}}
 
 
-def figures(runs, name):
-    """[(before, after), ...] of the runs, in percent; in pawns where the metric is a loss or an error."""
-    unit = 1 if name.split(" ")[1] in PAWNS else 100
-    ends = [list(run["skill"].values()) for run in runs]
-    return [(unit * skills[0][name][0], unit * skills[-1][name][0]) for skills in ends]
+def means(runs, name):
+    """(of each run the figure's means, one for each evaluation, whether they are shares and so in percent)"""
+    found = [[skill[name][0] for skill in run["skill"].values()] for run in runs]
+    share = name.split(" ")[1] not in PAWNS and max(abs(mean) for run in found for mean in run) <= 1
+    return [[100 * mean for mean in run] if share else run for run in found], share
 
 
 def table(runs, controls):
-    lines = ["| | before | after | gain | gain of the control |", "| --- |" + " ---: |" * 4]
+    lines, n = ["| | before | after | gain | gain of the control |", "| --- |" + " ---: |" * 4], len(runs)
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in skill for run in runs + controls for skill in run["skill"].values()):
-            form = ".2f" if name.split(" ")[1] in PAWNS else ".1f"
-            pairs = figures(runs, name)
-            gains = [[b - a for a, b in figures(some, name)] for some in (runs, controls)]
-            gains = [with_interval(some, f"+{form}") if some else "" for some in gains]
-            ends = [f"{statistics.fmean(values):{form}}" for values in zip(*pairs)]
+            found, share = means(runs + controls, name)
+            form = ".1f" if share else ".2f"
+            gains = [run[-1] - run[0] for run in found]
+            gains = [with_interval(some, f"+{form}") if some else "" for some in (gains[:n], gains[n:])]
+            ends = [f"{statistics.fmean(run[end] for run in found[:n]):{form}}" for end in (0, -1)]
             lines.append(f"| {name} | {' | '.join(ends + gains)} |")
     return "\n".join(lines)
 
@@ -94,13 +94,12 @@ def draw(runs, controls, names, path):
         drawn = [(controls, "0.5", "without a reward")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
-            curves = [[100 * skill[name][0] for skill in run["skill"].values()] for run in some]
+            curves, share = means(some, name)
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
             axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], color=colour, label=label)
-        axis.set(
-            title=name.replace("T=0", "greedy").replace("T=", "at temperature "), xlabel="step", ylabel="held-out, %"
-        )
+        title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
+        axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)
     axes[0][0].legend()
     figure.savefig(path, dpi=110)
@@ -123,6 +122,9 @@ def main():
     known = read(file) if file.exists() else {"task": a.task, "settings": a.settings, "runs": {}}
     if (known["task"], known["settings"]) != (a.task, a.settings):
         p.error(f"{file} is of {known['task']} with {known['settings']}; name another folder.")
+    record(file, known)  # before the first run: from now on the folder is of these settings
+    if a.curves:
+        pyplot()  # refuses where there is none
     found = {"seed": [], "control": []}
     for kind, count in (("seed", a.seeds), ("control", a.controls)):
         for seed in range(count):
@@ -131,6 +133,8 @@ def main():
                 known["runs"][name] = run(out / name, arguments)
                 record(file, known)
             found[kind].append(known["runs"][name])
+            if lacking := set(a.curves or []) - set([*known["runs"][name]["skill"].values()][-1]):
+                p.error(f"--curves: the runs have no figure {min(lacking)!r}.")
     runs, controls = found.values()
     print(table(runs, controls), flush=True)
     if a.curves:

@@ -38,7 +38,8 @@ class Engine:
     def __init__(self, path):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:
-            self.process = subprocess.Popen([path], **pipes, errors="replace")  # errors: pipes of text
+            # errors: pipes of text; start_new_session: Ctrl-C, after which a step is finished, does not reach it
+            self.process = subprocess.Popen([path], **pipes, errors="replace", start_new_session=True)
         except OSError as error:
             raise EngineError(f"cannot be started ({error.strerror})") from None
         names = [line[8:].strip() for line in self.answer("uci", "uciok") if line.startswith("id name ")]

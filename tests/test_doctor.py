@@ -62,6 +62,8 @@ def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
     same = [question._replace(truth=7) for question in toy.questions(8)]
     said(examine(questions=same), "questions", "that of a stub")
     said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no truth")
+    yes_or_no = [question._replace(truth=i % 2 == 0) for i, question in enumerate(toy.questions(8))]
+    assert not examine(questions=yes_or_no)["questions"].sentence
     questions, grade = [question._replace(truth=None) for question in toy.questions(8)], toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: grade(*args)._replace(metrics={"unlabelled": 0.0}))
     assert not examine(questions=questions)["questions"].sentence

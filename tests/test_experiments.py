@@ -4,13 +4,14 @@ import types
 import pytest
 
 import train
-from experiments import seeds, variants
+from experiments import pass_at_k, seeds, variants
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
     started = []
 
     def run(command, stdout, **_):
+        assert seeds.read(tmp_path / "seeds.json")["settings"] == ["STEPS=9"]  # nobody goes on with other ones
         given = dict(argument.split("=", 1) for argument in command[2:])
         started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
@@ -34,6 +35,20 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
     with pytest.raises(SystemExit):
         seeds.main()
+    monkeypatch.setattr("sys.argv", [*command, "--curves", "policy rewards T=0"])
+    with pytest.raises(SystemExit):
+        seeds.main()
+    assert "have no figure 'policy rewards T=0'" in capsys.readouterr().err
+
+
+def test_pass_at_k_counts_all_answers_to_a_question(monkeypatch, capsys):
+    wrong, right = {"structure": 0.0}, {"structure": 1.0, "right": 1.0, "pawns": 2.0}
+    monkeypatch.setattr(pass_at_k, "tries", lambda *_: {"q": [wrong, *[right] * 63, *[wrong] * 64]})
+    monkeypatch.setattr("sys.argv", f"pass_at_k {seeds.ROOT}/tests/toy.py start".split())
+    pass_at_k.main()
+    rows = [line.split(" ± ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert rows[2:] == [f"| q {name} | {k} | {share}" for name in ("structure", "right")
+                        for k, share in ((1, 49.2), (4, 50.0), (16, 50.0), (64, 50.0))]  # fmt: skip
 
 
 def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, monkeypatch, capsys):

@@ -26,6 +26,7 @@ def chess_samples():
     answers = (
         (policy, ("M: e2e4 h2h4 a1a5 E: 0.4 0.1 0.2 B: a1a5", "M: e2e4 d2d4 E: 0.4 0.3 B: e2e4")),
         (environment, (right.replace("PPPP.PPP", "PPPPPPPQ"), right)),
+        (rewards.first_question("moves", POSITION, "expanded"), ("a1a5 ", "e2e4 ")),
         (policy._replace(prompt=policy.prompt + " "), (HOSTILE, HOSTILE)),
     )
     for stage, step in enumerate((0, STEPS)):
@@ -83,12 +84,18 @@ def chromium(url):
 def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
     page = report.write(run)
     dom, console = chromium(page.as_uri())
-    assert console == [] and f"<title>{run}</title>" in dom and dom.count('class="board"') == 6
-    assert [report.board(sample).count("#dc2626") > 1 for sample in chess_samples()][1::3] == [True, False]  # squares
+    assert console == [] and f"<title>{run}</title>" in dom and dom.count('class="board"') == 8
+    assert [report.board(sample).count("#dc2626") > 1 for sample in chess_samples()][1::4] == [True, False]  # squares
     assert not re.search("<(img|script|b><b|[^>&]* on(load|error|mouseover)=)", dom)
     page.write_text(page.read_text().replace("<main>", "<main><script>document.title = 'owned'</script>"))
     dom, console = chromium(page.as_uri())
     assert f"<title>{run}</title>" in dom and any("Content Security Policy" in line for line in console)
+
+
+def test_the_arrow_of_an_answer_that_is_one_move_is_not_faint():
+    boards = [report.board(sample) for sample in chess_samples() if sample["kind"] == "moves"]
+    for board, colour in zip(boards, (report.ILLEGAL, report.BEST), strict=True):
+        assert f'stroke="{colour}"' in board
 
 
 def panels(text):

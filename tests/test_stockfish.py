@@ -95,5 +95,6 @@ def test_labels_of_a_run_are_those_of_an_engine_of_its_own(engine):
     stockfish.labelling_engine.cache_clear()
     for fen in (OPENING, MIDDLE_GAME):
         assert stockfish.label(fen) == engine.search(chess.Board(fen))
+    assert os.getsid(engine.process.pid) != os.getsid(0)  # Ctrl-C does not reach it: a step is finished first
     stockfish.labelling_engine().close()
     stockfish.labelling_engine.cache_clear()

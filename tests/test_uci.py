@@ -118,6 +118,8 @@ def test_it_plays_itself(tmp_path):
             result = engine.play(board, limit, info=chess.engine.INFO_ALL)
             assert board.is_legal(result.move) and result.info["pv"] == [result.move]
             board.push(result.move)
+        asked = [chess.Move.from_uci("a2a3")]
+        assert engine.play(chess.Board(), Limit(depth=1), root_moves=asked).move == asked[0]
         for fen, score in ((MATED, Mate(-0)), (STALEMATE, Cp(0))):
             result = engine.play(chess.Board(fen), Limit(depth=1), info=chess.engine.INFO_SCORE)
             assert result.move is None and result.info["score"].relative == score

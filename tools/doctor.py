@@ -164,11 +164,11 @@ def computing(model, question):
 
 
 def truths(questions, samples):
-    known = [question for question in questions if question.truth]
+    known = [question for question in questions if question.truth is not None]
     kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
     stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
     # Where a truth has only what the rules know, the answer's metrics say so.
-    unknown = int(sum(s.grade.metrics.get("unlabelled", not s.question.truth) for s in samples)) // train.GROUP_SIZE
+    unknown = int(sum(s.grade.metrics.get("unlabelled", s.question.truth is None) for s in samples)) // train.GROUP_SIZE
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
         (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),

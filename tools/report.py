@@ -275,6 +275,8 @@ def board(sample):
             colours |= dict.fromkeys([*truth["five"], *truth.get("top5", ()), *truth.get("check", ())], FIVE)
             colours |= dict.fromkeys([*best, *truth.get("best", ()), *truth.get("mate", ())], BEST)
             listed, _, best = sample["completion"].partition("B:")
+            if sample["prompt"].endswith("M: "):  # which asks for one move
+                listed, best = "", listed
             moves = dict.fromkeys(UCI.findall(listed), "59") | dict.fromkeys(UCI.findall(best)[:1], "")  # opacity
         else:
             moves = {asked[0]: ""}

@@ -84,9 +84,11 @@ def rank(model, board, moves):
     return logprobs.masked_fill(padding, 0).sum(1).cpu()
 
 
-def choose(model, board, temperature):
-    """The move to play; says the likeliest ones, each with its share of the probability of all legal moves."""
-    moves = [move.uci() for move in board.legal_moves]
+def choose(model, board, temperature, asked=()):
+    """The move to play, one of `asked` if any of them is legal; says the likeliest ones, each with its share of the
+    probability of all legal moves that it may be."""
+    legal = [move.uci() for move in board.legal_moves]
+    moves = [move for move in legal if move in asked] or legal
     if not moves:
         send(f"info depth 0 score {'mate 0' if board.is_checkmate() else 'cp 0'}")
         return "(none)"
@@ -134,7 +136,8 @@ def main():
             send(f"bestmove {waiting}")
             waiting = None
         if command == "go":
-            waiting = choose(model, board, temperature)
+            searched = words[words.index("searchmoves") :] if "searchmoves" in words else ()
+            waiting = choose(model, board, temperature, searched)
             if "infinite" not in words:  # else the answer waits for `stop`
                 send(f"bestmove {waiting}")
                 waiting = None

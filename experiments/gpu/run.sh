@@ -27,6 +27,8 @@ for name in "$@"; do
     [[ " $stages" == *" $name"* ]] || fail "$name is no stage; there are: $stages."
 done
 
+[[ "$OUT${POSITIONS:-}" != *[[:space:]]* ]] || fail "OUT and POSITIONS must have no space in them."
+
 # Whoever is killed may leave a child that still writes; it holds this lock too, so no second one joins it. Ten seconds
 # are for one that is about to end.
 mkdir -p "$OUT"
@@ -99,7 +101,7 @@ stage() {
         echo "$name: $(cat "$OUT/$name.done") before"
         return 0
     fi
-    local used left status=0
+    local used left began=$SECONDS status=0
     used=$(cat "$OUT/$name.used" 2>/dev/null || echo 0)
     left=$((limit > used ? limit - used : 1))
     echo "$name: $left s at most, $OUT/$name.log"
@@ -116,7 +118,8 @@ stage() {
     child= beat=
     case $status in
         0) echo finished >"$OUT/$name.done" ;;
-        124 | 137) echo "cut by its time limit" >"$OUT/$name.done" ;;
+        124 | 137) [ $((SECONDS - began)) -ge $left ] || fail "$name was killed, perhaps for lack of memory ($OUT/$name.log)"
+            echo "cut by its time limit" >"$OUT/$name.done" ;;
         *) fail "$name: $(tail -n 1 "$OUT/$name.log" | tr '\r' '\n' | tail -n 1) ($OUT/$name.log)" ;;
     esac
     echo "$name: $(cat "$OUT/$name.done")"
@@ -158,7 +161,7 @@ exec "$PYTHON" -m tools.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0
 export tenth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
-    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* | tail -n 1
+    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
 }
 
 positions=${POSITIONS:-$OUT/positions.txt.gz}
