@@ -13,6 +13,7 @@ Stockfish's labels know which moves are good, python-chess all the rest.
 
 import re
 from functools import lru_cache
+from pathlib import Path
 
 import chess
 from rapidfuzz.distance import Levenshtein
@@ -38,7 +39,7 @@ ILLEGAL_SHARE = 1 / 3  # of the moves that are asked about; with fewer, the mode
 
 
 def start_model():
-    return "weights/tiny"
+    return str(Path(__file__).parent / "weights" / "tiny")
 
 
 def load(source, config):

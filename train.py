@@ -362,7 +362,7 @@ def main():
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizer)
         if stopping and run.step < STEPS:
-            parallel.log(f"stopped after step {run.step}; the same command goes on from there.")
+            parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
             sys.exit(128 + stopping[0])
 
     if "after" not in run.skill:
@@ -379,12 +379,12 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
-    except torch.OutOfMemoryError:
-        refuse(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or 32768}, GROUP_SIZE={GROUP_SIZE} or the limits of new "
-               f"tokens {task.LIMITS}; {continuation(OUT_DIR)}")  # fmt: skip
     except OSError as error:
-        refuse(f"a file could not be read or written ({error}); {continuation(OUT_DIR)}")
+        refuse(f"a file could not be read or written ({error}); {continuation(OUT_DIR, FRESH)}")
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
+            refuse(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or '32768 (on a CPU 4096)'}, GROUP_SIZE={GROUP_SIZE} or "
+                   f"the limits of new tokens {task.LIMITS}; {continuation(OUT_DIR, FRESH)}")  # fmt: skip
         if not parallel.another_has_ended(error):
             raise
-        refuse(f"another process of this run has ended, see above; {continuation(OUT_DIR)}")
+        refuse(f"another process of this run has ended, see above; {continuation(OUT_DIR, FRESH)}")

@@ -153,8 +153,9 @@ def describe(command, device, dtype):
 def open_log(run, model):
     """Cuts the files of a run back to where it stands; the metrics of its steps so far."""
     step = run.step if run.skill else -1
+    evaluated = {"after", f"step {step}"} & run.skill.keys()  # else it was killed while this evaluation was written
     about = describe("./train.sh", model.wte.weight.device, model.dtype)
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about, indent=2))
-    rewind(run.out / "samples.jsonl", step)
+    rewind(run.out / "samples.jsonl", step if evaluated else step - 1)
     return rewind(run.out / "metrics.jsonl", step)

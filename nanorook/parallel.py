@@ -38,7 +38,7 @@ def start(device, processes):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         if device.type == "cpu":  # torchrun gives each process one thread
-            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 

@@ -48,18 +48,20 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refuse(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
+        if (found := self.found()) and not (self.out / "settings.json").exists():  # the first file that a run writes
+            refuse(f"OUT_DIR={self.out} holds {found[0].name}, which no run has made; name another folder.")
 
     def protect(self, source):
         """The start model is read again when a run goes on, so the run must not overwrite it."""
         if Path(source).resolve().is_relative_to(self.out.resolve()):
             refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
+    def found(self):
+        """What a run has made; where no run has been, a `model` is somebody's."""
+        return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
+
     def clear(self):
-        """Deletes what a run has made and nothing else; where no run has been, a `model` is somebody's."""
-        found = [path for path in self.out.iterdir() if any(map(path.match, MADE))]
-        if found and not (self.out / "settings.json").exists():  # the first file that a run writes
-            refuse(f"OUT_DIR={self.out} holds {found[0].name}, which no run has made: FRESH=1 deletes nothing.")
-        for path in found:
+        for path in self.found():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -133,10 +135,10 @@ class Run:
         self.lock.close()
 
 
-def continuation(out):
+def continuation(out, fresh):
     """What the same command does after a run has broken off, for the end of a sentence."""
-    newest = max(Path(out).glob(STEP), default=None)
-    return f"the same command goes on from {newest}." if newest else "the same command starts again."
+    newest, command = max(Path(out).glob(STEP), default=None), "the same command" + " without FRESH=1" * fresh
+    return f"{command} goes on from {newest}." if newest else "the same command starts again."
 
 
 def restore(model, optimizer, weights, moments):
@@ -179,7 +181,7 @@ def catch_signals():
         if received:
             os._exit(128 + number)
         received.append(number)
-        print("finishing this step and saving; a second Ctrl-C quits at once", flush=True)
+        print("finishing this step or evaluation, and saving; a second Ctrl-C quits at once", flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)

@@ -33,8 +33,7 @@ def heading(title):
 
 
 def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
-    kind, default = type(default), GIVEN["defaults"].get(name, default)
-    default = str(int(default) if isinstance(default, bool) else default)
+    kind, default = type(default), as_text(GIVEN["defaults"].get(name, default))
     text = GIVEN["arguments"].get(name, GIVEN["environment"].get(name, default))
     if kind is bool:
         kind, low, high = int, 0, 1
@@ -46,6 +45,10 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         refuse(f"{name}={value} is not one of {', '.join(one_of)}.")
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
+
+
+def as_text(value):
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def number(kind, low, high=LARGEST):
@@ -79,9 +82,9 @@ def finish(program="./train.sh"):
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)
             hint = f"did you mean {near[0]}={value or SETTINGS[near[0]][0]}?" if near else "--help lists the settings."
             refuse(f"{argument} is not a setting in the form NAME=value; {hint}")
-    for name in GIVEN["defaults"]:
-        if name not in SETTINGS:
-            refuse(f"the task's DEFAULTS name {name}, which is not a setting.")
+    for name, value in GIVEN["defaults"].items():
+        if name not in SETTINGS or SETTINGS[name][0] != as_text(value):  # else it was defined before the task's file
+            refuse(f"the task's DEFAULTS name {name}, which is not a setting that train.py defines after TASK.")
     for name in GIVEN["environment"]:
         near = difflib.get_close_matches(name, SETTINGS, 1, 0.85)
         if near and name not in SETTINGS:  # it may be another program's

@@ -36,10 +36,9 @@ class Engine:
     INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
 
     def __init__(self, path):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, errors="replace")
         try:
-            # errors: pipes of text; start_new_session: Ctrl-C, after which a step is finished, does not reach it
-            self.process = subprocess.Popen([path], **pipes, errors="replace", start_new_session=True)
+            self.process = subprocess.Popen([path], **options, start_new_session=True)  # which Ctrl-C does not reach
         except OSError as error:
             raise EngineError(f"cannot be started ({error.strerror})") from None
         names = [line[8:].strip() for line in self.answer("uci", "uciok") if line.startswith("id name ")]

@@ -92,8 +92,9 @@ def make_questions(task, items, count, rng, config):
 
 def checked(task, questions):
     for question in questions:
-        if not isinstance(question, Question) or not isinstance(question.prompt, str) or not question.prompt:
-            refuse(f"the task returned {question!r:.80}, which is no Question with a prompt.")
+        texts = {type(question.prompt), type(question.stop)} if isinstance(question, Question) else ()
+        if texts != {str} or not question.prompt:
+            refuse(f"the task returned {question!r:.80}, which is no Question with a prompt and a `stop` of text.")
         if question.kind not in task.LIMITS:
             refuse(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
         try:
@@ -132,7 +133,7 @@ def wrong_grade(grade, text):
                 case _:
                     return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
     for name, value in grade.metrics.items():
-        if not isinstance(value, (int, float)) or " " in str(name) or name == "reward":
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or " " in str(name) or name == "reward":
             return f"the metric {name!r} is {value!r}; it has to be one word, not `reward`, with a number."
     return ""
 

@@ -18,7 +18,7 @@ import toy
 import train
 from model import GPT
 from nanorook import monitor
-from nanorook.run import STEP, Run, catch_signals, rewind
+from nanorook.run import STEP, Run, catch_signals, continuation, rewind
 
 
 def save(out, *steps):
@@ -71,15 +71,17 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
 
 
 def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
-    """Not in a folder where no run has been, either: a `model` there is somebody's."""
+    """A folder where no run has been is not even begun in: a `model` there is somebody's."""
     save(tmp_path / "model", 1)
     (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
-    with pytest.raises(SystemExit, match="FRESH=1 deletes nothing"):
-        Run(tmp_path).clear()
+    with pytest.raises(SystemExit, match="holds .*, which no run has made; name another folder"):
+        Run(tmp_path).hold()
     for name in ("settings.json", "thesis.tex"):
         (tmp_path / name).write_text("{}")
-    Run(tmp_path).clear()
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    run = Run(tmp_path)
+    run.hold()
+    run.clear()
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", ".lock"}
 
 
 def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
@@ -88,6 +90,23 @@ def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
         file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
         assert [row["step"] for row in rewind(file, step)] == [1, 2, 3][:step]
         assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3][:step]
+
+
+@pytest.mark.parametrize("recorded, kept", [({}, [0]), ({"step 40": {}}, [0, 40]), ({"after": {}}, [0, 40])])
+def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, tmp_path):
+    run, model = Run(tmp_path), toy.model()
+    run.step, run.skill = 40, {"before": {}} | recorded
+    for name in ("metrics", "samples"):
+        (tmp_path / f"{name}.jsonl").write_text('{"step": 0}\n{"step": 40}\n{"step": 41}\n')
+    assert [row["step"] for row in monitor.open_log(run, model)] == [0, 40]
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
+
+
+def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
+    assert continuation(tmp_path, True) == "the same command starts again."
+    save(tmp_path, 7)
+    assert continuation(tmp_path, False) == f"the same command goes on from {tmp_path}/step-000007."
+    assert continuation(tmp_path, True).startswith("the same command without FRESH=1 goes on from")
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):

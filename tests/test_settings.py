@@ -40,6 +40,11 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
     settings.GIVEN["defaults"] = {"STEP": 7}
     with pytest.raises(SystemExit, match="DEFAULTS name STEP, which is not a setting"):
         program()
+    settings.GIVEN["defaults"] = {}
+    program()
+    settings.GIVEN["defaults"] = {"LR": 3}  # too late
+    with pytest.raises(SystemExit, match="DEFAULTS name LR, which is not a setting that train.py defines after TASK"):
+        settings.finish()
 
 
 WRONG = {

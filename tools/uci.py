@@ -20,7 +20,6 @@ from rewards import LIMITS, Question, chess_format, policy_prompt, start_model
 from rollout import pad_prompts, sample
 from tools.texts import policy_completion
 
-ROOT = Path(__file__).parent.parent  # a chess program starts this one in a folder of its own
 COMMANDS = "uci debug isready setoption register ucinewgame position go stop quit".split()
 SHOWN = 5  # candidates in a report
 COUNTER = 9999  # a FEN's counters end here, or a prompt could be of any length
@@ -106,7 +105,7 @@ def choose(model, board, temperature, asked=()):
 def main():
     parser = argparse.ArgumentParser(prog="python -m tools.uci", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a model folder or hub id (default: weights/tiny)")
-    name = parser.parse_args().model or ROOT / start_model()
+    name = parser.parse_args().model or start_model()
     hardware.flush_denormals()
     device = hardware.choose_device()
     model = GPT.load(name).to(device).cast(hardware.fastest_dtype(device))
