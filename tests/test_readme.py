@@ -1,9 +1,11 @@
 import re
 import textwrap
+import types
 
 import pytest
 
 import train
+from nanorook.positions import Position
 from toy import ROOT
 
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,6 +32,24 @@ def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     exec(textwrap.dedent(lines), {})
     assert capsys.readouterr().out == f"{printed}\n"
+
+
+def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
+    """Put where the text says: in place of the line of `moves`, and beneath the one of `top5`."""
+    readme, source = ((ROOT / name).read_text() for name in ("README.md", "rewards.py"))
+    weights, rung = re.search(r'( +"moves": .*\n)( +rungs\["takes"\].*\n)', readme).groups()
+    source, replaced = re.subn(r' +"moves": \{.*\n', weights, source)
+    source, added = re.subn(r'( +rungs \|= \{"top5".*\n)', rf"\g<1>{rung}", source)
+    assert (replaced, added) == (1, 1)
+    changed = types.ModuleType("changed")
+    changed.__file__ = str(ROOT / "rewards.py")
+    exec(source, vars(changed))
+    assert sum(changed.FIRST_WEIGHTS["moves"].values()) == pytest.approx(1)
+    position = Position("4k3/8/8/3p4/4P3/8/8/4K3 w - - 0 1", (), (("e4d5", 100), ("e4e5", 0)))
+    question = changed.first_question("moves", position, "expanded")
+    paid = {move: changed.grade(question, f"{move} ") for move in ("e4d5", "e4e5")}
+    assert [grade.metrics["takes"] for grade in paid.values()] == [1.0, 0.0]
+    assert paid["e4d5"].reward == 1.0 and paid["e4d5"].reward - paid["e4e5"].reward == pytest.approx(0.35)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
