@@ -61,7 +61,7 @@ class Run:
         return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
 
     def clear(self):
-        for path in self.found():
+        for path in sorted(self.found(), key=lambda path: path.name == "settings.json"):  # last: see hold()
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
