@@ -140,6 +140,26 @@ def test_groups_without_variance_give_exactly_zero(scale):
     assert grpo.advantages(cancel_out, 2, scale).abs().max() < 1
 
 
+def test_with_pieces_the_scale_is_the_root_of_their_summed_variances():
+    found = grpo.advantages(torch.tensor([[0.0, 0.0], [0.3, 0.4]]), 2, "group")
+    torch.testing.assert_close(found[1], torch.tensor([0.15, 0.2]) / (math.sqrt(0.045 + 0.08) + 1e-4))
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
+    logprobs, old, ref, advantages, mask, weights = made_up()
+    toy_settings(LOSS=loss, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.3, KL_COEF=0.3, KL_ESTIMATOR="k3")
+    total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages[:, None].expand(N, T)
+    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, old, ref)
+
+    def expected(x):
+        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
+        return value + 0.3 * grpo.aggregate(grpo.kl(x, ref, mask, "k3"), mask, loss, total)
+
+    ours = loss_and_gradient(lambda x: train.objective(x, batch, total)[0], logprobs)
+    torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
+
+
 def test_credit_of_an_example_by_hand(toy_settings):
     """The texts "ab  cde f" and "ab" as ab|␣␣c|de|␣f and a|b: a token belongs to the span of its last character."""
     pieces = [[("whole", 0.5), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("ends", 0.1, (0, 3), (7, 9))]]

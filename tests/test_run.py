@@ -109,6 +109,29 @@ def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
     assert continuation(tmp_path, True).startswith("the same command without FRESH=1 goes on from")
 
 
+def test_going_back_twice_finds_the_same_state(tmp_path):
+    model, run = toy.model(), Run(tmp_path)
+    optimizer = train.make_optimizer(model)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+    step()
+    run.good = run.snapshot(model, optimizer)
+    weights, moments = (torch.cat([x.flatten() for x in values]) for values in state(model, optimizer))
+    for _ in range(2):
+        step()
+        run.go_back(model, optimizer, 0.5)
+        found = [torch.cat([x.flatten() for x in values]) for values in state(model, optimizer)]
+        assert torch.equal(found[0], weights) and torch.equal(found[1], moments)
+
+
+def state(model, optimizer):
+    return model.parameters(), [x for values in optimizer.state.values() for x in values.values()]
+
+
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     monkeypatch.setattr(os, "_exit", Mock())
     received = catch_signals()

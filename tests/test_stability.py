@@ -179,6 +179,12 @@ def test_recovery_from_nan(stage, toy_run, monkeypatch, tmp_path, capsys):
     assert distance(before[2], good) == 0
 
 
+def test_a_loss_that_is_not_finite_is_enough_to_skip_an_update(toy_run, monkeypatch):
+    """k1's gradient does not depend on the reference, so here it is finite."""
+    inject(monkeypatch.setattr, "reference", {1})
+    assert [row["skipped"] for row in toy_run(STEPS=3, KL_ESTIMATOR="k1")] == [0, 1, 0]
+
+
 def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
     inject(monkeypatch.setattr, "gradient", range(1, 100))
     with pytest.raises(SystemExit, match="failed for the third time; lower LR"):

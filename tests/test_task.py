@@ -2,12 +2,14 @@ import inspect
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import toy
 from nanorook import settings, task
 from nanorook.task import Grade
+from rollout import Answer
 
 HONEST = toy.make_questions
 
@@ -51,6 +53,12 @@ def test_a_mistake_is_one_sentence(mistake, toy_run, monkeypatch):
     with pytest.raises(SystemExit, match=sentence) as end:
         toy_run()
     assert "\n" not in str(end.value)
+
+
+def test_whether_its_limit_cut_an_answer_off_reaches_its_grade():
+    cuts = SimpleNamespace(grade=lambda question, text, cut: Grade((("cut", float(cut)),), {}))
+    answers = task.graded(cuts, [Answer(None, "", [], cut) for cut in (False, True)])
+    assert [answer.grade.reward for answer in answers] == [0, 1]
 
 
 BAD_FILES = {  # what is said, and how the task's source is changed

@@ -109,6 +109,20 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings, tmp_path):
     model, questions = toy.model(), toy.questions(40)
     figures = train.evaluate(model, questions, tmp_path / "samples.jsonl", 7)
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
-    answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, noise=noise) for a in part]
-    expected = monitor.intervals(train.graded(toy, answers))
-    assert len(expected) == 4 and figures | {f"{name} T=1": value for name, value in expected.items()} == figures
+    for t in (0, 1):
+        answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]
+        expected = monitor.intervals(train.graded(toy, answers))
+        assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
+
+
+def test_training_asks_about_its_own_side_and_each_step_draws_anew(toy_run, monkeypatch):
+    asked, honest = [], toy.make_questions
+    monkeypatch.setattr(toy, "make_questions", lambda items, n, *r: asked.append((n, {*items})) or honest(items, n, *r))
+    first, second = toy_run(STEPS=2, EVAL_POSITIONS=5, OVERFIT=True, CONTROL=True)
+    assert {n: items for n, items in asked} == {4: {*range(100)}, 5: {*range(100, 120)}} and len(asked) == 4
+    assert first["reward"] != second["reward"]  # the same questions and weights, other answers
+
+
+def test_in_bf16_the_sampler_follows_the_weights(toy_run):
+    changes = dict(DTYPE="bfloat16", LR=0.02, LR_SCHEDULE="constant", KL_COEF=0.0, EVAL_EVERY=0)
+    assert toy_run(STEPS=4, **changes)[-1]["logprob_gap"] < 0.05
