@@ -116,9 +116,10 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
         monkeypatch.setitem(rewards.LIMITS, kind, 8)  # random weights answer nothing, in as many tokens as they may
     for name in ("one", "two"):
         byte_model.save(tmp_path / name)
-    (tmp_path / "some.txt").write_text("\n".join(map(write_position, HELD_OUT[:6])))
+    some = HELD_OUT[:3] + positions.split(POSITIONS)[0][:3]  # of which only those held out are asked
+    (tmp_path / "some.txt").write_text("\n".join(map(write_position, some)))
     monkeypatch.chdir(tmp_path)
-    command = "evaluate one two --data some.txt some.txt --positions 3 --json out.json"
+    command = "evaluate one two --data some.txt some.txt --positions 9 --json out.json"
     monkeypatch.setattr(sys, "argv", command.split())
     evaluate.main()
     shown, written = capsys.readouterr(), json.loads((tmp_path / "out.json").read_text())

@@ -42,8 +42,9 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
 
 
 STATES = {
-    "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1}],
-    "yellow": [{"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"reward": 0.1}],  # the last one falls
+    "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1}, {"hit_limit": 0.9}, {"reward_max": -1}],
+    "yellow": [{"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"reward": 0.1}]  # the last one falls
+    + [{"hit_limit": 0.3}, {"structure": 0.5}, {"grad_norm": 11}],
     "green": [{}, {"frac_zero_std": 0.6, "reward": 0.9}],  # most questions are solved
 }
 
