@@ -49,7 +49,7 @@ def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
     question = changed.first_question("moves", position, "expanded")
     paid = {move: changed.grade(question, f"{move} ") for move in ("e4d5", "e4e5")}
     assert [grade.metrics["takes"] for grade in paid.values()] == [1.0, 0.0]
-    assert paid["e4d5"].reward == 1.0 and paid["e4d5"].reward - paid["e4e5"].reward == pytest.approx(0.35)
+    assert paid["e4d5"].reward == 1.0 and paid["e4d5"].reward - paid["e4e5"].reward == pytest.approx(0.65)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
