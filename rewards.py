@@ -43,13 +43,17 @@ def start_model():
 
 
 def load(source, config):
-    found = positions.load(source)
-    found = [p for p in found if p.moves or any(chess.Board(p.fen).legal_moves)]  # else the game is over
+    found = load_unfinished(source)
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
         parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves go unpaid there: "
                      "install Stockfish, or use tools.label.")  # fmt: skip
     return positions.split(found)
+
+
+def load_unfinished(source):
+    """The positions in which somebody can move; a label says so without a look."""
+    return [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
 
 
 @lru_cache(1)

@@ -13,8 +13,6 @@ squares (chess_format).
 import argparse
 import gzip
 
-import chess
-
 import rewards
 from nanorook import positions
 from nanorook.settings import refuse
@@ -30,8 +28,7 @@ LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
 
 def load(source, config):
     """Items are (kind of question, position). `source` has the ordinary positions."""
-    ordinary = [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
-    sides = zip(rewards.load_mates(), positions.split(ordinary))
+    sides = zip(rewards.load_mates(), positions.split(rewards.load_unfinished(source)))
     return [[("mates", p) for p in mates] + [("moves", p) for p in moves] for mates, moves in sides]
 
 

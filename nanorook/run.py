@@ -41,7 +41,7 @@ class Run:
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
 
     def hold(self):
-        """Holds OUT_DIR until this process ends, however it ends."""
+        """Holds OUT_DIR, which has to be empty or a run's, until this process ends, however it ends."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")

@@ -236,8 +236,8 @@ def test_truncated_outputs(toy_run, monkeypatch):
     assert "cut off: raise the limit of new tokens" in row["advice"]  # not called malformed text
 
 
-WAYS = [dict(LOSS=loss) for loss in grpo.LOSSES] + [dict(CREDIT="answer"), dict(DTYPE="bfloat16"), dict(EPOCHS=2)]
-WAYS += [dict(KL_ESTIMATOR="k3", KL_COEF=0.5), dict(KL_COEF=0.0)]
+WAYS = [dict(LOSS=loss) for loss in grpo.LOSSES] + [dict(CREDIT="answer"), dict(DTYPE="bfloat16")]
+WAYS += [dict(SCALE_REWARDS="group", EPOCHS=2), dict(KL_ESTIMATOR="k3", KL_COEF=0.5), dict(KL_COEF=0.0)]
 
 
 @pytest.mark.parametrize("changes", WAYS, ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()))
