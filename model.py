@@ -49,11 +49,6 @@ class Prefix:
     lengths: torch.Tensor  # (B,) tokens before the last one
     bias: torch.Tensor  # (B, 1, 1, P) added to scores: 0 on a prompt's tokens, -inf on its padding
 
-    def select(self, groups):
-        """The prompts of some groups only."""
-        keys, values = [k[groups] for k in self.keys], [v[groups] for v in self.values]
-        return Prefix(keys, values, self.lengths[groups], self.bias[groups])
-
 
 class Linear(nn.Linear):
     """The product is computed in `dtype`, whatever the weights and the input are."""
@@ -111,7 +106,7 @@ def causal_bias(S, device):
 
 def grouped(x, B):
     """Rows (N, H, S, D) as the G rows of B groups (B, H, G, S, D)."""
-    return x.unflatten(0, (B, -1)).transpose(1, 2).contiguous()  # else each of its products copies it
+    return x.unflatten(0, (B, -1)).transpose(1, 2).contiguous()  # once; otherwise every matmul copies
 
 
 class Block(nn.Module):
@@ -196,14 +191,14 @@ class GPT(nn.Module):
 
         On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
         """
-        B, room = len(prefix.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
-        bias = torch.where(room <= t, 0.0, -math.inf)  # what is not written yet must not be seen
-        at = t if torch.is_tensor(t) else slice(t, t + 1)
+        B, places = len(prefix.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
+        bias = torch.where(places <= t, 0.0, -math.inf)  # what is not written yet must not be seen
+        place = t if torch.is_tensor(t) else slice(t, t + 1)
 
         def attend(layer, q, k, v):
             own_k, own_v = cache.keys[layer], cache.values[layer]
-            own_k[:, :, :, at] = grouped(k, B).to(own_k.dtype)
-            own_v[:, :, :, at] = grouped(v, B).to(own_v.dtype)
+            own_k[:, :, :, place] = grouped(k, B).to(own_k.dtype)
+            own_v[:, :, :, place] = grouped(v, B).to(own_v.dtype)
             shared = prefix.keys[layer], prefix.values[layer], prefix.bias
             return shared_attention(grouped(q, B).to(own_k.dtype), own_k, own_v, bias, *shared)
 

@@ -1,10 +1,11 @@
 """Batched sampling with a KV cache: questions in, answers with their logprobs out.
 
-A group's prompt is prefilled once, stored once and read once for all its rows (model.shared_attention). On a CPU rows
-that have ended leave the batch. On CUDA one decoding step is captured as a graph and replayed for every token.
-The result is a Batch, what the loss needs, and the same rows as text for the verifier.
+A group's prompt is prefilled once, stored once and read once for all its rows (model.shared_attention). On CUDA
+one decoding step is captured as a graph and replayed for every token. The result is a Batch, what the loss needs, and
+the same rows as text for the verifier.
 """
 
+import functools
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nanorook.settings import fail
 
-CHECK_EVERY = 8  # tokens between two checks of which rows have ended; on CUDA each makes the host wait
+CHECK_EVERY = 8  # tokens between two checks whether all rows have ended, each of which is a GPU sync
 GROW_BY = 16  # tokens by which a CPU's cache grows
 
 
@@ -59,23 +60,32 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
     that decides what is drawn; an answer does not depend on what is sampled beside it.
     """
     for kind in dict.fromkeys(question.kind for question in questions):
-        places = [i for i, question in enumerate(questions) if question.kind == kind]
-        at_once = max(1, rows // group_size) if rows else len(places)
-        for part in (places[i : i + at_once] for i in range(0, len(places), at_once)):
-            asked = [questions[i] for i in part]
-            prompts = [model.tokenizer.encode(question.prompt) for question in asked]
-            room = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
-            if min(room) < 1:
+        of_kind = [i for i, question in enumerate(questions) if question.kind == kind]
+        size = max(1, rows // group_size) if rows else len(of_kind)
+        for chosen in (of_kind[i : i + size] for i in range(0, len(of_kind), size)):
+            some = [questions[i] for i in chosen]
+            prompts = [model.tokenizer.encode(question.prompt) for question in some]
+            most_new = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
+            if min(most_new) < 1:
                 fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                      f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
-            uniform = None if noise is None else noise[part, :, : max(room)].flatten(0, 1)  # (N, T)
-            stop = asked[0].stop.encode()
-            stops = [i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token]
-            batch = generate(model, prompts, group_size, room, temperature, uniform, stops)
+            uniform = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
+            stops = stop_tokens(model.tokenizer, some[0])
+            batch = generate(model, prompts, group_size, most_new, temperature, uniform, stops, some[0].stop_after)
             lengths = batch.completion_mask.sum(1).tolist()
-            pairs = [detokenize(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
-            owners = [question for question in asked for _ in range(group_size)]
-            yield batch, [Answer(q, *pair, cut) for q, pair, cut in zip(owners, pairs, batch.hit_limit.tolist())]
+            texts = [detokenize(model.tokenizer, row[:n]) for row, n in zip(batch.tokens.tolist(), lengths)]
+            asked = [question for question in some for _ in range(group_size)]
+            yield batch, [Answer(q, *text, cut) for q, text, cut in zip(asked, texts, batch.hit_limit.tolist())]
+
+
+def stop_tokens(tokenizer, question):
+    """The ids of the tokens that hold the text `stop` of a question."""
+    stop = question.stop.encode()
+    found = [i for i, token in tokenizer.token_bytes.items() if stop and stop in token]
+    if stop and not found:
+        fail(f"no token of the model holds {question.stop!r}, the stop of {question.kind} questions, so it would "
+             "end no answer; use another stop, or none.")  # fmt: skip
+    return found
 
 
 def detokenize(tokenizer, tokens):
@@ -88,114 +98,114 @@ def detokenize(tokenizer, tokens):
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, stops=()):
+def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, stops=(), stop_after=0):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
     `limits` are the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(limits)),
-    drawn here if there are none. A row ends with the end token or one of `stops`.
+    drawn here if there are none. A row ends with the end token, or with one of `stops` after `stop_after` tokens.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
-    B, N, T = len(prompts), len(prompts) * group_size, max(limits)
-    limits = torch.tensor(limits, device=device).repeat_interleave(group_size)  # (N,)
-    stops = torch.tensor([eos, *stops], device=device)
-    noise = torch.rand(N, T, device=device) if noise is None else noise.to(device)
+    N, T, on_cuda = len(prompts) * group_size, max(limits), device.type == "cuda"
+    end_from = torch.full((model.config.vocab_size,), T, device=device)
+    end_from[[*stops]] = stop_after
+    end_from[[eos] if eos >= 0 else []] = 0  # eos is -1 where no row is to end early
+    rows = Rows(
+        newest=prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0),
+        alive=torch.ones(N, dtype=torch.bool, device=device),
+        tokens=torch.zeros(N, T, dtype=torch.long, device=device),
+        logprobs=torch.zeros(N, T, device=device),
+        noise=torch.rand(N, T, device=device) if noise is None else noise.to(device),
+        limits=torch.tensor(limits, device=device).repeat_interleave(group_size),
+        end_from=end_from,
+    )
     prefix = model.prefill(prompt_tokens, lengths)
-    dtype = model.dtype if device.type == "cuda" else torch.float32  # on a CPU small products are faster in fp32
+    dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
     prefix.keys = [k.to(dtype).contiguous() for k in prefix.keys]
     prefix.values = [v.to(dtype).contiguous() for v in prefix.values]
-    room = T if device.type == "cuda" else 0  # a captured graph needs fixed shapes
-    cache = Cache.empty(model.config, B, group_size, room, device, dtype)
+    cache = Cache(model.config, len(prompts), group_size, T if on_cuda else 0, device, dtype)
+    step = functools.partial(decode_step, model, prefix, cache, rows, temperature)
+    decode_captured(step, rows) if on_cuda else decode_eagerly(step, rows, cache)
 
-    tokens = torch.full((N, T), max(eos, 0), device=device)  # eos is -1 where no row is to end early
-    logprobs = torch.zeros(N, T, device=device)
-    # Row i of what is decoded is row rows[i] of the result. A step changes tensors in place, so it can be captured.
-    rows = torch.arange(N, device=device)
-    newest = prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0)  # (N, 1)
-    alive = torch.ones(N, dtype=torch.bool, device=device)
-
-    def step(t):
-        logits = model.decode(newest, prefix, cache, t)  # (N, V)
-        at = t if torch.is_tensor(t) else torch.tensor([t])
-        if temperature == 0:
-            token = logits.argmax(-1)
-        else:
-            logp = (logits.float() / temperature).log_softmax(-1)
-            token = draw(logp, noise[rows, at])
-            logprobs.index_put_((rows, at), logp.gather(1, token[:, None])[:, 0])
-        tokens.index_put_((rows, at), token)
-        alive.logical_and_((token[:, None] != stops).all(1) & (at + 1 < limits[rows]))
-        newest.copy_(token[:, None])
-
-    if device.type == "cuda":
-        counter = torch.zeros(1, dtype=torch.long, device=device)
-
-        def next_step():
-            step(counter)
-            counter.add_(1)
-
-        next_step()  # the first one loads the libraries, which must not happen in a capture
-        if T > 1:  # the hundred kernels of a step are launched as one
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.device(device), torch.cuda.graph(captured):
-                next_step()
-            next_step = captured.replay
-        for t in range(1, T):
-            if t % CHECK_EVERY == 0 and not alive.any():
-                break
-            next_step()
-    else:
-        for t in range(T):
-            if t % GROW_BY == 0:
-                cache = cache.grow(min(GROW_BY, T - t))
-            step(t)
-            if (t + 1) % CHECK_EVERY == 0:
-                if not alive.any():
-                    break
-                if (keep := rows_to_keep(alive.view(len(prefix.lengths), -1))) is not None:
-                    groups, members = keep
-                    going_on = (groups[:, None] * (len(rows) // len(prefix.lengths)) + members).flatten()
-                    rows, newest, alive = rows[going_on], newest[going_on], alive[going_on]
-                    cache, prefix = cache.select(groups, members), prefix.select(groups)
-
-    ended = (tokens[:, :, None] == stops).any(2)
-    mask = (ended.cumsum(1) - ended.long() == 0) & (torch.arange(T, device=device) < limits[:, None])
+    places = torch.arange(T, device=device)
+    ended = places >= end_from[rows.tokens]  # (N, T)
+    mask = (ended.cumsum(1) - ended.long() == 0) & (places < rows.limits[:, None])
     longest = int(mask.any(0).sum())
-    mask, tokens, logprobs = mask[:, :longest], tokens[:, :longest], logprobs[:, :longest]
-    hit_limit = ~(ended[:, :longest] & mask).any(1)
+    ended, mask, tokens, logprobs = (x[:, :longest] for x in (ended, mask, rows.tokens, rows.logprobs))
+    hit_limit = ~(ended & mask).any(1)
     return Batch(prompt_tokens, lengths, tokens.where(mask, max(eos, 0)), mask, logprobs.where(mask, 0), hit_limit)
 
 
-def rows_to_keep(alive):
-    """Which rows `alive` (B, G) go on, as a rectangle: (groups (b,), of each its rows (b, g)), b·g rows of B·G; None
-    where too few have ended to be worth the copy."""
-    groups, width = alive.any(1).nonzero()[:, 0], int(alive.sum(1).max())
-    if len(groups) * width > 0.75 * alive.numel():
-        return None
-    return groups, alive[groups].int().argsort(dim=1, descending=True, stable=True)[:, :width]
+class Rows(NamedTuple):
+    """The rows that are decoded. A step changes the first four tensors in place, so that a graph can capture it."""
+
+    newest: torch.Tensor  # (N, 1) the token that the model is given next
+    alive: torch.Tensor  # (N,) whether the row has not ended yet
+    tokens: torch.Tensor  # (N, T)
+    logprobs: torch.Tensor  # (N, T)
+    noise: torch.Tensor  # (N, T) uniform numbers
+    limits: torch.Tensor  # (N,)
+    end_from: torch.Tensor  # (V,) the place in a row from which a token ends it
 
 
-class Cache(NamedTuple):
+def decode_step(model, prefix, cache, rows, temperature, t):
+    """Draws token number t of each row. On CUDA t is a tensor (1,), so that one captured step serves for all tokens."""
+    logits = model.decode(rows.newest, prefix, cache, t)  # (N, V)
+    place = t if torch.is_tensor(t) else torch.tensor([t])
+    if temperature == 0:
+        token = logits.argmax(-1)  # (N,)
+    else:
+        logp = (logits.float() / temperature).log_softmax(-1)
+        token = draw(logp, rows.noise.index_select(1, place)[:, 0])
+        rows.logprobs.index_copy_(1, place, logp.gather(1, token[:, None]))
+    rows.tokens.index_copy_(1, place, token[:, None])
+    rows.alive.logical_and_((place < rows.end_from[token]) & (place + 1 < rows.limits))
+    rows.newest.copy_(token[:, None])
+
+
+def decode_eagerly(step, rows, cache):
+    T = rows.tokens.shape[1]
+    for t in range(T):
+        if t % GROW_BY == 0:
+            cache.grow(min(GROW_BY, T - t))
+        step(t)
+        if (t + 1) % CHECK_EVERY == 0 and not rows.alive.any():
+            break
+
+
+def decode_captured(step, rows):
+    """The hundred kernels of a step are captured once, as a CUDA graph, and launched as one for each token."""
+    T, device = rows.tokens.shape[1], rows.tokens.device
+    counter = torch.zeros(1, dtype=torch.long, device=device)
+
+    def next_step():
+        step(counter)
+        counter.add_(1)
+
+    next_step()  # the first one loads the libraries, which must not happen in a capture
+    if T == 1:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        next_step()
+    for t in range(1, T):
+        if t % CHECK_EVERY == 0 and not rows.alive.any():  # GPU sync
+            break
+        graph.replay()
+
+
+class Cache:
     """Keys and values of the completions while decoding, one (B, H, G, K, D) for each layer, written in place."""
 
-    keys: list
-    values: list
-
-    @classmethod
-    def empty(cls, config, B, G, K, device, dtype):
+    def __init__(self, config, B, G, K, device, dtype):
         shape = B, config.n_head, G, K, config.n_embd // config.n_head
-        keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        return cls(keys, [torch.zeros_like(k) for k in keys])
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.values = [torch.zeros_like(k) for k in self.keys]
 
     def grow(self, tokens):
-        """A cache with room for more tokens. On a CPU it grows as needed: attention reads the whole cache, and cutting
-        a part out of a larger one would copy it."""
-        return Cache(*([F.pad(x, (0, 0, 0, tokens)) for x in layers] for layers in self))
-
-    def select(self, groups, members):
-        """Some groups only, and of each group the rows `members` (groups, rows)."""
-        at = groups[:, None], slice(None), members  # indexed by it, an entry is (B, G, H, K, D)
-        return Cache(*([x[at].transpose(1, 2).contiguous() for x in layers] for layers in self))
+        """Makes room for more tokens. On a CPU it grows as needed: attention reads the whole cache, and cutting a part
+        out of a larger one would copy it."""
+        self.keys, self.values = ([F.pad(x, (0, 0, 0, tokens)) for x in layers] for layers in (self.keys, self.values))
 
 
 def pad_prompts(prompts, device):
@@ -217,7 +227,7 @@ def microbatches(batch, most_tokens):
     B = len(batch.prompts)
     G = len(batch.tokens) // B
     longest = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
-    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # here the host waits
+    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # GPU sync
 
     def fits(groups):
         return len(groups) * (max(sizes[b][0] for b in groups) + G * max(sizes[b][1] for b in groups)) <= most_tokens

@@ -24,6 +24,7 @@ class Question(NamedTuple):
     prompt: str
     truth: Any  # what grade() needs; only what JSON can hold, as it is written to samples.jsonl
     stop: str = ""  # an answer ends with a token that holds this text, too; the same for all questions of a kind
+    stop_after: int = 0  # tokens of an answer in which the stop is not looked for yet, as one may begin with a space
 
 
 class Grade(NamedTuple):

@@ -61,7 +61,8 @@ def test_each_file_and_setting_that_is_named_exists(file):
         assert target.exists() and (not anchor or anchor in anchors(target)), link
     for name in re.findall(r"(?:-m |`)((?:tools|experiments|rook)\.[a-z_]+)", text):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
-    for path in re.findall(r"(?<![\w/])(?:tests|tools|experiments|examples|nanorook|rook)/[\w./]+\.(?:py|sh|json)\b", text):
+    folders = "tests|tools|experiments|examples|nanorook|rook"
+    for path in re.findall(rf"(?<![\w/])(?:{folders})/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
     for test in re.findall(r"`(test_\w+)`", text):
         assert f"def {test}(" in TESTS, test

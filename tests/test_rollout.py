@@ -49,7 +49,7 @@ def test_greedy_decoding_equals_the_full_forward(model, monkeypatch):
     monkeypatch.setattr(model, "trunk", lambda tokens, *rest: sizes.append(len(tokens)) or trunk(tokens, *rest))
     out = generate(model, PROMPTS, 2, LIMITS, temperature=0)
     assert sizes[0] == len(PROMPTS)  # a prompt is prefilled once for its group
-    assert sizes[1] == 2 * len(PROMPTS) and sizes[-1] < sizes[1]  # rows that have ended leave the batch
+    assert {*sizes[1:]} == {2 * len(PROMPTS)}
     monkeypatch.undo()
     expected = [tokens for prompt in PROMPTS for tokens in [uncached(model, prompt)] * 2]
     assert [row[mask].tolist() for row, mask in zip(out.tokens, out.completion_mask)] == expected
@@ -109,23 +109,31 @@ def test_parts_of_few_rows_give_the_same_answers(model):
     assert [truth for truth, *_ in texts(None)[1]] == [i for i in (0, 2, 4, 6, 1, 3, 5, 7) for _ in range(G)]
 
 
-def test_a_stop_ends_an_answer_and_is_trained():
-    """A question may name a text that ends an answer, as the end token does: it is no cut-off, and has a gradient."""
+@pytest.mark.parametrize("stop_after", [0, 2])
+def test_a_stop_ends_an_answer_and_is_trained(stop_after):
+    """A question may name a text that ends an answer, as the end token does, from its first token on or from a later
+    one: it is no cut-off, and has a gradient."""
     policy, noise, limits = toy.model(), uniform(32, 7).view(4, 8, 7), {"short": 7, "long": 7}
     (plain, _), *_ = sample(policy, asked := toy.questions(1) * 4, 8, limits, noise=noise)
     stop = int(plain.tokens[(plain.tokens < 128) & plain.completion_mask].mode().values)
-    asked = [question._replace(stop=chr(stop)) for question in asked]
+    asked = [question._replace(stop=chr(stop), stop_after=stop_after) for question in asked]
     (batch, answers), *_ = sample(policy, asked, 8, limits, noise=noise)
     logprobs = train.forward(policy, batch)[0].detach().requires_grad_()
     batch = batch._replace(advantages=torch.ones_like(logprobs), old_logprobs=logprobs.detach())
     train.objective(logprobs, batch, batch.completion_mask.sum())[0].backward()
-    rows, columns = ((plain.tokens == stop) & plain.completion_mask).nonzero().T
-    assert len(rows) > 3
+    stopped = (plain.tokens == stop) & plain.completion_mask
+    rows, columns = stopped[:, stop_after:].nonzero().T
+    assert len(rows) > 3 and stopped[:, 0].any()
     for i in rows.unique().tolist():
-        at = int(columns[rows == i].min())
+        at = int(columns[rows == i].min()) + stop_after
         assert batch.completion_mask[i].sum() == at + 1 and answers[i].text.endswith(chr(stop))
         assert torch.equal(batch.tokens[i, : at + 1], plain.tokens[i, : at + 1]) and not answers[i].hit_limit
         assert logprobs.grad[i, at] < 0 and not logprobs.grad[i, at + 1 :].any()
+
+
+def test_a_stop_that_no_token_holds_is_refused():
+    with pytest.raises(SystemExit, match="no token of the model holds 'ab', the stop of .* questions"):
+        list(sample(toy.model(), [toy.questions(1)[0]._replace(stop="ab")], 1, toy.LIMITS))
 
 
 # The sampled distribution, and invariant 3: the training forward's logprobs are those recorded while sampling
