@@ -123,7 +123,7 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     train.objective(logprobs, batch, batch.completion_mask.sum())[0].backward()
     stopped = (plain.tokens == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T
-    assert len(rows) > 3 and stopped[:, 0].any()
+    assert len(rows) > 2 and stopped[:, :2].any()
     for i in rows.unique().tolist():
         at = int(columns[rows == i].min()) + stop_after
         assert batch.completion_mask[i].sum() == at + 1 and answers[i].text.endswith(chr(stop))
