@@ -67,8 +67,7 @@ def load_mates():
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
-    # A token of GPT-2 may span the end of a prompt and the beginning of its answer, so none ends after "M: ".
-    first = round((count - environment) * MIX_FIRST_RATIO) if text_format in WIDTH else 0
+    first = round((count - environment) * MIX_FIRST_RATIO)
     pool = load_mates()[held_out(items[0].fen)] if first else []  # to train on or held out, as the items are
     mates = rng.sample(pool, min(first // 2, len(pool)))
     chosen = rng.sample(items, min(count - len(mates), len(items)))
@@ -127,6 +126,12 @@ def policy_prompt(fen, text_format):
     return write_prompt("P: ", fen, "", text_format)
 
 
+def first_prompt(fen, text_format):
+    """The policy's, and the first header of its answer. A space belongs to GPT-2's token that follows it, so there the
+    header ends before the space, and the prompt's tokens are those with which a whole line begins."""
+    return policy_prompt(fen, text_format) + "M: " if text_format in WIDTH else f"P: {fen:90}M:"
+
+
 def environment_prompt(fen, move, history, text_format):
     """`history` ends with `move`."""
     return write_prompt("A: ", fen, f"+{move}+{' '.join(history)}+", text_format)
@@ -153,7 +158,8 @@ def first_question(kind, position, text_format):
         rungs |= {"check": checks, "mate": sorted(positions.mating_moves(board))}
     elif five := policy_truth(position)["five"]:
         rungs |= {"top5": [*five], "best": [uci for uci in five if five[uci] == max(five.values())]}
-    return Question(kind, policy_prompt(position.fen, text_format) + "M: ", rungs, stop=" ")
+    prompt = first_prompt(position.fen, text_format)
+    return Question(kind, prompt, rungs, stop=" ", stop_after=int(prompt.endswith(":")))
 
 
 def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
@@ -338,8 +344,10 @@ def grade_policy(question, text):
 
 
 def grade_first(question, text):
-    """A move and the space that ends it, paid for each rung that it reaches."""
-    move, weights = (text[:-1] if text.endswith(" ") else ""), FIRST_WEIGHTS[question.kind]
+    """A move, paid for each rung that it reaches; the space that ends it is a part of the answer."""
+    # After "M:" a space comes first, and the token that ends the move may begin the next one.
+    found = re.fullmatch(" ([^ ]+) .*" if question.stop_after else "([^ ]+) ", text, re.DOTALL)
+    move, weights = found[1] if found else "", FIRST_WEIGHTS[question.kind]
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
     return [(name, weights[name] * reached) for name, reached in metrics.items()], metrics

@@ -131,8 +131,12 @@ def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_t
             assert after.is_checkmate() and uci in rungs["check"]
         assert rewards.grade(question, f"{[*question.truth.values()][-1][0]} ").reward == 1
         assert rewards.grade(question, f"{rungs.popitem()[1][0]}x").reward == 0
-    config = SimpleNamespace(extra={})  # RookWorld-LM's, whose tokens do not end after "M: "
-    assert {q.kind for q in rewards.make_questions(items, 100, random.Random(0), config)} == {"policy", "environment"}
+    rookworld = rewards.make_questions(items, 100, random.Random(0), SimpleNamespace(extra={}))
+    assert [(q.kind, q.truth) for q in rookworld] == [(q.kind, q.truth) for q in asked]
+    for one, other in zip(rookworld, asked):
+        if one.stop:
+            fen = P.contract_board(other.prompt[3:].removesuffix("M: ").strip())
+            assert (one.prompt, one.stop, one.stop_after) == (f"P: {fen}{' ' * (90 - len(fen))}M:", " ", 1)
 
 
 def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(monkeypatch):
@@ -145,5 +149,9 @@ def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(m
         question = rewards.first_question(kind, Position(MATE_IN_ONE, (), labels), "expanded")
         assert [rewards.grade(question, text).reward for text in moves] == ladder
         assert {rewards.grade(question, text).reward for text in ("", " ", "g1f1", "M: g1f1 ", "g1f1  ")} == {0}
+        question = rewards.first_question(kind, Position(MATE_IN_ONE, (), labels), "rookworld")
+        for after in (" ", " d", " E"):  # the token that ends a move may begin what follows
+            assert [rewards.grade(question, f" {text[:-1]}{after}").reward for text in moves] == ladder
+        assert {rewards.grade(question, text).reward for text in ("", " ", " g1f1", "g1f1 ", "  g1f1 ")} == {0}
     unknown = rewards.first_question("moves", Position(MATE_IN_ONE, (), ()), "expanded")
     assert rewards.grade(unknown, "f2f3 ")[:1] == ((("structure", 0.05), ("legal", 0.65)),)
