@@ -158,7 +158,8 @@ def by_signal(batch):
 def update(model, reference, optimizer, batches):
     """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
     before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    parts = [part for batch in batches for some in by_signal(batch) for part in microbatches(some, microbatch_tokens(model))]
+    most = microbatch_tokens(model)
+    parts = [part for batch in batches for some in by_signal(batch) for part in microbatches(some, most)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
