@@ -11,7 +11,7 @@ A step: make B questions, sample G answers to each (rollout.py), grade them (rew
 Off by default: division by the group's standard deviation (SCALE_REWARDS). Not here: a value model, a replay of old
 answers, a second engine for sampling. Added to plain GRPO: each piece of a reward is credited to the words it judges;
 the end token is trained; microbatches do not change the loss; the first step checks that sampler, policy and reference
-agree; a run that breaks goes back to its last good state; CONTROL=1 sets all advantages to zero.
+agree; a run that breaks goes back to its last good state; CONTROL=shuffle is the same run without information.
 """
 
 import copy
@@ -55,7 +55,7 @@ BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step",
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
-CONTROL                 = setting("CONTROL", False, "all advantages are zero: what a run does without a reward")
+CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see grpo.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
@@ -66,7 +66,8 @@ MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled 
 heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
-SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by the deviation of their group, see grpo.advantages", one_of=("none", "group"))
+SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by the deviation of their group, or rare successes by their share, see grpo.advantages", one_of=("none", "std", "mean"))
+BEST_OF                 = setting("BEST_OF", 1, "k: an answer is worth the best of k answers, below GROUP_SIZE, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; with EPOCHS=1 never, as all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
@@ -98,17 +99,18 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 # ---- One step ----------------------------------------------------------------------------------------------
 
 
-def add_advantages(batch, answers):
-    """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group."""
+def add_advantages(batch, answers, seed=""):
+    """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group. `seed`
+    is for CONTROL=shuffle."""
     T = batch.tokens.shape[1]
     if CREDIT == "piece":
         values, judged = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
     else:
         values, judged = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
-    advantages = grpo.token_advantages(grpo.advantages(values, GROUP_SIZE, SCALE_REWARDS), judged)  # (N, T)
-    if CONTROL:
-        advantages = torch.zeros_like(advantages)
-    return batch._replace(advantages=advantages.to(batch.tokens.device))
+    if CONTROL == "shuffle":  # by the prompt, so that it does not matter which process has the group
+        values = grpo.shuffled(values, GROUP_SIZE, [seed + a.question.prompt for a in answers[::GROUP_SIZE]])
+    advantages = grpo.advantages(values, GROUP_SIZE, SCALE_REWARDS, BEST_OF) * (CONTROL != "zero")
+    return batch._replace(advantages=grpo.token_advantages(advantages, judged).to(batch.tokens.device))  # (N, T)
 
 
 def forward(model, batch):
@@ -145,10 +147,19 @@ def microbatch_tokens(model):
     return MICROBATCH_TOKENS or (32768 if model.wte.weight.is_cuda else 4096)
 
 
+def by_signal(batch):
+    """The batch in two: groups of which no token has an advantage have no gradient but the KL's. Without a KL they need
+    only the forward pass, for the metrics, a third of the work."""
+    signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | (KL_COEF > 0)  # (B,)
+    parts = [groups.nonzero()[:, 0] for groups in (signal, ~signal)]
+    return [batch.select(part, batch.prompts.shape[1], batch.tokens.shape[1]) for part in parts if len(part)]
+
+
 def update(model, reference, optimizer, batches):
     """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
     before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
+    most = microbatch_tokens(model)
+    parts = [part for batch in batches for some in by_signal(batch) for part in microbatches(some, most)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
@@ -156,13 +167,15 @@ def update(model, reference, optimizer, batches):
     for epoch in range(EPOCHS):
         sums = Counter()  # whose update() adds
         for i, part in enumerate(parts):
-            logprobs, entropy = forward(model, part)  # (N, T)
+            with torch.set_grad_enabled(KL_COEF > 0 or bool(part.advantages.any())):  # see by_signal
+                logprobs, entropy = forward(model, part)  # (N, T)
             if epoch == 0:  # these are the weights that sampled
                 with torch.no_grad():
                     ref = forward(reference, part)[0] if reference else None
                 part = parts[i] = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
             loss, found = objective(logprobs, part, normalizer)
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             sums.update(found, entropy=torch.where(part.completion_mask, entropy, 0).sum())
         sums = {name: parallel.total(value) for name, value in sums.items()}
 
@@ -170,10 +183,10 @@ def update(model, reference, optimizer, batches):
         parallel.sum_gradients(model.parameters())
         sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         measured.append(dict(zip(sums, torch.stack([*sums.values()]).tolist())))  # here the host waits
-        if math.isfinite(measured[-1]["grad_norm"] + measured[-1]["loss"]):
-            optimizer.step()
-        else:
+        if not math.isfinite(measured[-1]["grad_norm"] + measured[-1]["loss"]):
             skipped += 1
+        elif measured[-1]["grad_norm"] > 0:  # AdamW would go on without a gradient, by its momentum
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     first, last, tokens = measured[0], measured[-1], measured[0]["tokens"]
     return {
@@ -211,8 +224,8 @@ def uniform_numbers(count, group_size, seed):
 
 
 def evaluate(model, questions, file, step):
-    """{"policy legal T=0": (mean, half-width of its 95 % interval), ...}, greedy and as sampled in training, by all
-    processes together; `file` gets each kind's first answers at TEMPERATURE. SEED decides what is drawn."""
+    """{"policy legal T=0": [the value for each question], ...}, see monitor.figures, greedy and as sampled in training,
+    by all processes together; `file` gets each kind's first answers at TEMPERATURE. SEED decides what is drawn."""
     figures, mine = {}, slice(parallel.rank(), None, parallel.world())
     noise, model = uniform_numbers(len(questions), 1, SEED)[mine], model.inference_copy(model.dtype)
     for temperature in (0.0, TEMPERATURE):
@@ -220,7 +233,7 @@ def evaluate(model, questions, file, step):
         parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
         answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
         check_grades(answers)
-        figures |= {f"{name} T={temperature:g}": value for name, value in monitor.intervals(answers).items()}
+        figures |= {f"{name} T={temperature:g}": value for name, value in monitor.figures(answers).items()}
     if parallel.rank() == 0:
         monitor.show(answers)
         with open(file, "a") as log:
@@ -236,10 +249,10 @@ def evaluate_and_record(run, model, questions, title):
     clock = time.time()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     skill = run.skill[title] = evaluate(model, questions, run.out / "samples.jsonl", run.step)
-    rewards = [mean for name, (mean, _) in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
+    rewards = [fmean(values) for name, values in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
-        write(run.out / "skill.json", json.dumps(run.skill, indent=2))
+        write(run.out / "skill.json", json.dumps(run.skill))
     return time.time() - clock
 
 
@@ -286,7 +299,8 @@ def start():
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
     make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
-    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
+    rng = random.Random(f"{SEED}/held-out")  # other seeds ask other questions
+    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), rng, model.config)
     parameters = sum(p.numel() for p in model.parameters())
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
         f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
@@ -302,7 +316,7 @@ def main():
     hardware.flush_denormals()
     run, model, reference, optimizer, items, eval_questions = start()
     lead, world, sampler = parallel.rank() == 0, parallel.world(), model.inference_copy(model.dtype)
-    past = monitor.open_log(run, model) if lead else []
+    past = monitor.open_log(run, model, eval_questions) if lead else []
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
     signals = catch_signals()
     while run.step < STEPS:
@@ -319,7 +333,7 @@ def main():
         # Rewards and advantages
         rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
         answers = parallel.gather([answer for _, part in rollouts for answer in part])
-        batches = [add_advantages(batch, part) for batch, part in rollouts]
+        batches = [add_advantages(batch, part, f"{SEED}/{step}/") for batch, part in rollouts]
         clock.append(time.time())
 
         # Loss, gradient, guard, optimizer

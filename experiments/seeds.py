@@ -1,13 +1,13 @@
-"""The same run on several seeds beside its controls, runs without a reward: what it adds on held-out questions.
+"""The same run on several seeds beside its controls, runs on shuffled rewards: what it adds on held-out questions.
 
-    python -m experiments.seeds OUT EVAL_POSITIONS=1000             chess: five runs and a control, an hour of two cores
-    python -m experiments.seeds OUT --task examples/letters.py --seeds 3 --controls 3 EVAL_EVERY=10         two minutes
+    python -m experiments.seeds OUT EVAL_POSITIONS=1000                                  chess: five runs, five controls
+    python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes of two cores
 
-Each run is train.py in OUT/seed-N, each control (CONTROL=1: all advantages are zero) in OUT/control-N. OUT/seeds.json
-has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names. A control of the
-default settings does not move, so one is enough; settings with a gradient of their own need as many as there are seeds.
-An interval is that of the mean over the seeds, each of which draws its own training questions and answers, also those
-of the evaluation. They share their held-out questions, EVAL_POSITIONS in number.
+Each run is train.py in OUT/seed-N, each control (CONTROL=shuffle, see grpo.shuffled) in OUT/control-N. OUT/seeds.json
+has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names. Each seed draws
+its own training questions and held-out questions, and a control those of its seed. Before and after are compared
+question by question. An interval is that of the mean over other seeds and other questions. It counts that seeds ask
+some of the same questions where a task has few (see nanorook.statistics.over_seeds).
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from nanorook import monitor
 from nanorook.run import write
 from nanorook.settings import fail, number
+from nanorook.statistics import differences, gain, interval, known, over_seeds, shared_variance
 
 ROOT = Path(__file__).parent.parent
 PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
@@ -37,8 +38,12 @@ def record(file, content):
 
 
 def with_interval(values, form=".1f"):
-    """The mean and, of several values, the half-width of its 95 % interval."""
-    return monitor.with_interval(*monitor.interval(values), form)
+    """The mean over seeds and, of several values, the half-width of its 95 % interval."""
+    return monitor.with_interval(*over_seeds([(value, 0.0) for value in values]), form)
+
+
+def rounded(figures):
+    return {name: [round(x, 5) for x in pair] for name, pair in figures.items()}
 
 
 def run(folder, arguments):
@@ -49,9 +54,22 @@ def run(folder, arguments):
             if subprocess.run(command, cwd=ROOT, stdout=log).returncode:
                 fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
-    skill = {name: {k: [round(x, 5) for x in pair] for k, pair in figures.items()} for name, figures in skill.items()}
-    steps = {"before": 0, "after": settings["STEPS"]}
-    return {"about": about, "skill": {str(steps.get(name, name.split(" ")[-1])): skill[name] for name in skill}}
+    (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
+    gains = rounded({name: gain(first[name], last[name]) for name in last if name in first})
+    skill = {title: {k: interval(known(values)) for k, values in figures.items()} for title, figures in skill.items()}
+    skill = {str(steps.get(title, title.split(" ")[-1])): rounded(figures) for title, figures in skill.items()}
+    return {"about": {k: about[k] for k in about if k != "questions"}, "skill": skill, "gain": gains}
+
+
+def shared(folders):
+    """{figure: the shared_variance of its gain}, from what the runs in these folders have kept of each question."""
+    found = {}
+    for folder in folders:
+        asked, skill = read(folder / "run.json")["questions"], read(folder / "skill.json")
+        for name in skill["after"]:
+            values = differences(skill["before"].get(name, []), skill["after"][name])
+            found.setdefault(name, []).append(values and (asked[name.split(" ")[0]], values))
+    return {name: shared_variance(*zip(*pairs)) for name, pairs in found.items() if all(pairs)}
 
 
 def means(runs, name):
@@ -61,16 +79,18 @@ def means(runs, name):
     return [[100 * mean for mean in run] if share else run for run in found], share
 
 
-def table(runs, controls):
-    lines, n = ["| | before | after | gain | gain of the control |", "| --- |" + " ---: |" * 4], len(runs)
+def table(runs, controls, shared):
+    """`shared`: of the runs and of the controls."""
+    lines = ["| | before | after | gain | gain of the shuffled control |", "| --- |" + " ---: |" * 4]
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in skill for run in runs + controls for skill in run["skill"].values()):
             found, share = means(runs + controls, name)
-            form = ".1f" if share else ".2f"
-            gains = [run[-1] - run[0] for run in found]
-            gains = [with_interval(some, f"+{form}") if some else "" for some in (gains[:n], gains[n:])]
-            ends = [f"{statistics.fmean(run[end] for run in found[:n]):{form}}" for end in (0, -1)]
-            lines.append(f"| {name} | {' | '.join(ends + gains)} |")
+            form, scale = (".1f", 100) if share else (".2f", 1)
+            cells = [f"{statistics.fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
+            for some, common in zip((runs, controls), shared):
+                figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0)) if some else ()
+                cells.append(monitor.with_interval(*(scale * x for x in figure), f"+{form}") if some else "")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -91,7 +111,7 @@ def draw(runs, controls, names, path):
     size = 4.2 * len(names), 3.4
     figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
     for axis, name in zip(axes[0], names):
-        drawn = [(controls, "0.5", "without a reward")] if controls else []
+        drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
             curves, share = means(some, name)
@@ -110,7 +130,7 @@ def main():
     p.add_argument("out", type=Path)
     p.add_argument("--task", default="rewards.py")
     p.add_argument("--seeds", type=number(int, 1), default=5)
-    p.add_argument("--controls", type=number(int, 0), default=1)
+    p.add_argument("--controls", type=number(int, 0), help="as many as seeds")
     p.add_argument("--curves", nargs="+", metavar="NAME", help="also draw figures, such as 'policy legal T=0'")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()
@@ -119,24 +139,29 @@ def main():
     out = a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"
-    known = read(file) if file.exists() else {"task": a.task, "settings": a.settings, "runs": {}}
-    if (known["task"], known["settings"]) != (a.task, a.settings):
-        p.error(f"{file} is of {known['task']} with {known['settings']}; name another folder.")
-    record(file, known)  # before the first run: from now on the folder is of these settings
+    new = {"task": a.task, "settings": a.settings, "runs": {}, "shared": {"seed": {}, "control": {}}}
+    recorded = read(file) if file.exists() else new
+    if (recorded["task"], recorded["settings"]) != (a.task, a.settings):
+        p.error(f"{file} is of {recorded['task']} with {recorded['settings']}; name another folder.")
+    record(file, recorded)  # before the first run: from now on the folder is of these settings
     if a.curves:
         pyplot()  # refuses where there is none
     found = {"seed": [], "control": []}
-    for kind, count in (("seed", a.seeds), ("control", a.controls)):
+    for kind, count, control in (
+        ("seed", a.seeds, "none"),
+        ("control", a.seeds if a.controls is None else a.controls, "shuffle"),
+    ):
         for seed in range(count):
-            if (name := f"{kind}-{seed}") not in known["runs"]:
-                arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={int(kind == 'control')}", *a.settings]
-                known["runs"][name] = run(out / name, arguments)
-                record(file, known)
-            found[kind].append(known["runs"][name])
-            if lacking := set(a.curves or []) - set([*known["runs"][name]["skill"].values()][-1]):
+            if (name := f"{kind}-{seed}") not in recorded["runs"]:
+                arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={control}", *a.settings]
+                recorded["runs"][name] = run(out / name, arguments)
+                recorded["shared"][kind] = shared(out / f"{kind}-{n}" for n in range(seed + 1))
+                record(file, recorded)
+            found[kind].append(recorded["runs"][name])
+            if lacking := set(a.curves or []) - set([*recorded["runs"][name]["skill"].values()][-1]):
                 p.error(f"--curves: the runs have no figure {min(lacking)!r}.")
     runs, controls = found.values()
-    print(table(runs, controls), flush=True)
+    print(table(runs, controls, recorded["shared"].values()), flush=True)
     if a.curves:
         draw(runs, controls, a.curves, out / "seeds.png")
 

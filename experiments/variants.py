@@ -33,7 +33,7 @@ LETTERS = {
     "default": {},
     **{f"LOSS={loss}": {"LOSS": loss} for loss in ("grpo", "dr_grpo", "cispo", "gspo")},
     "CREDIT=answer": {"CREDIT": "answer"},
-    "SCALE_REWARDS=group": {"SCALE_REWARDS": "group"},
+    "SCALE_REWARDS=std": {"SCALE_REWARDS": "std"},
     **{f"EPOCHS={epochs}": {"EPOCHS": epochs} for epochs in (2, 4, 8)},
     **{
         f"EPOCHS=8 LR=3e-3 LOSS={loss}": {"EPOCHS": 8, "LOSS": loss} | FAST
@@ -134,7 +134,7 @@ def measure(table, settings):
     eval_questions = task.make_questions(items, 400, random.Random(0), model.config)
     with mock.patch.object(train, "TEMPERATURE", 1.0), mock.patch.object(train, "task", task):
         skill = train.evaluate(model, eval_questions, os.devnull, 0)  # at temperature 1, whatever it was trained at
-    return {column: skill[metric][0] for column, metric in table.skill.items()} | {
+    return {column: statistics.fmean(skill[metric]) for column, metric in table.skill.items()} | {
         "entropy": rows[-1]["entropy"],
         "clipped": statistics.fmean(row["clip_low"] + row["clip_high"] for row in rows),
     }

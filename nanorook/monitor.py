@@ -1,7 +1,6 @@
 """What a run says about itself: its state and what to do about it, the progress line, tables, logs."""
 
 import json
-import math
 import os
 import platform
 import shlex
@@ -12,11 +11,13 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
+from zlib import crc32
 
 import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
+from nanorook.statistics import gain, interval, known, with_interval
 from nanorook.task import as_sum, earned
 
 
@@ -45,37 +46,20 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     return {"state": "green", "advice": ""}
 
 
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half-widths of 95 % for 2, 3, ... values
-
-
-def interval(values, counts=None):
-    """The mean and the half-width of its 95 % interval by Student's distribution, infinite where there is one value.
-    With `counts` it is the ratio of two sums, such as illegal moves over moves; a count of 0 is no value. Its
-    variance is that of values - ratio · counts (Cochran, Sampling Techniques, 1977, chapter 6)."""
-    counts = [1] * len(values) if counts is None else counts
-    ratio, n = sum(values) / sum(counts), sum(count > 0 for count in counts)
-    if n == 1:
-        return ratio, math.inf
-    variance = sum((v - ratio * c) ** 2 for v, c in zip(values, counts)) / (n - 1)
-    factor = STUDENT[n - 2] if n < 11 else 1.96 + 2.5 / (n - 1)
-    return ratio, factor * math.sqrt(variance * n) / sum(counts)
-
-
-def with_interval(mean, half, form=".3f"):
-    return f"{mean:{form}} ± {half:{form.lstrip('+')}}" if half < math.inf else f"{mean:{form}}"
-
-
 def figures(answers):
-    """{"policy legal": [its value in each answer], ...}: reward and metrics of each kind of question."""
-    values = {}
-    for answer in answers:
-        for name, value in ({"reward": answer.grade.reward} | answer.grade.metrics).items():
-            values.setdefault(f"{answer.question.kind} {name}", []).append(value)
+    """{"policy legal": [its value in each answer of that kind, None where it has none], ...}: reward and metrics. The
+    answers are in the order of their prompts, so that those of two evaluations belong together one by one."""
+    kinds, values = {}, {}
+    for answer in sorted(answers, key=lambda answer: answer.question.prompt):
+        kinds.setdefault(answer.question.kind, []).append({"reward": answer.grade.reward} | answer.grade.metrics)
+    for kind, rows in kinds.items():
+        for name in dict.fromkeys(name for row in rows for name in row):
+            values[f"{kind} {name}"] = [row.get(name) for row in rows]
     return values
 
 
 def intervals(answers):
-    return {name: interval(values) for name, values in figures(answers).items()}
+    return {name: interval(known(values)) for name, values in figures(answers).items()}
 
 
 def describe_answers(answers, group_size):
@@ -90,7 +74,7 @@ def describe_answers(answers, group_size):
         "frac_zero_std": fmean(max(group) - min(group) <= 1e-6 for group in groups),
         "hit_limit": fmean(answer.hit_limit for answer in answers),
     }
-    found = figures(answers)
+    found = {name: known(values) for name, values in figures(answers).items()}
     for kind, count in Counter(answer.question.kind for answer in answers).items():
         pieces = [piece for answer in answers if answer.question.kind == kind for piece in answer.grade.pieces]
         result |= {f"{kind}/earned/{name}": value / count for name, value in earned(pieces).items()}
@@ -125,10 +109,12 @@ def show(answers):
 
 
 def table(columns):
-    """{title: skill} side by side, one row for each name."""
-    lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in columns)]
+    """{title: skill} side by side, one row for each name, and last what was gained from the first to the last."""
+    lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in (*columns, "gain"))]
+    first, *_, last = columns.values()
     for name in dict.fromkeys(name for skill in columns.values() for name in skill):
-        cells = [with_interval(*skill[name]) if name in skill else "" for skill in columns.values()]
+        cells = [with_interval(*interval(known(skill[name]))) if name in skill else "" for skill in columns.values()]
+        cells += [with_interval(*gain(first[name], last[name]), "+.3f")] if name in first and name in last else []
         lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)
 
@@ -150,12 +136,15 @@ def describe(command, device, dtype):
     }
 
 
-def open_log(run, model):
-    """Cuts the files of a run back to where it stands; the metrics of its steps so far."""
+def open_log(run, model, questions):
+    """Cuts the files of a run back to where it stands; the metrics of its steps so far. The held-out questions are
+    named in run.json in the order of figures(), for comparisons with other runs."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # else it was killed while this evaluation was written
-    about = describe("./train.sh", model.wte.weight.device, model.dtype)
+    about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
+    for prompt, kind in sorted((question.prompt, question.kind) for question in questions):
+        about["questions"].setdefault(kind, []).append(crc32(prompt.encode()))
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
-    (run.out / "run.json").write_text(json.dumps(about, indent=2))
+    (run.out / "run.json").write_text(json.dumps(about))
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)
     return rewind(run.out / "metrics.jsonl", step)

@@ -75,10 +75,13 @@ def total(tensor):
 
 
 def sum_gradients(parameters):
-    """Sums the gradients over all processes, in one call: one call for each parameter takes several times as long."""
+    """Sums the gradients over all processes, in one call: one call for each parameter takes several times as long.
+    Where no answer had a gradient it is zero."""
+    for p in (parameters := list(parameters)):
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     if world() == 1:
         return
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters]
     flat = total(torch.cat([g.flatten() for g in gradients]))
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
         gradient.copy_(part.view_as(gradient))

@@ -32,7 +32,7 @@ class Run:
         self.out = Path(out)
         self.step = 0  # steps that were made
         self.dtype = ""  # of the matrix products, measured once: another process or day might measure otherwise
-        self.skill = {}  # {"before": {figure: (mean, half-width)}, "step 40": ..., "after": ...}
+        self.skill = {}  # {"before": {figure: [value for each question]}, "step 40": ..., "after": ...}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
         self.lr_factor = 1.0  # lowered each time that the run goes back
         self.skipped_in_a_row = 0

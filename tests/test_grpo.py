@@ -1,5 +1,7 @@
 import copy
 import math
+from collections import Counter
+from itertools import combinations, permutations, product
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from nanorook.task import Grade
 from rollout import Answer, Batch
 
 N, T, GROUP, LIMIT = 8, 12, 4, 20
+SCALES = ["none", "std", "mean"]
 
 
 def made_up():
@@ -116,9 +119,9 @@ def test_gspo_pays_each_token_its_own_advantage():
     assert gradient(ones).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("scale", ["none", "group"])
-def test_advantages_equal_trl(trl, scale):
-    trl.scale_rewards, trl.beta, trl.use_vllm = scale, 0.0, False
+@pytest.mark.parametrize("scale, theirs", [("none", "none"), ("std", "group")])
+def test_advantages_equal_trl(trl, scale, theirs):
+    trl.scale_rewards, trl.beta, trl.use_vllm = theirs, 0.0, False
     trl._generate = lambda prompts: ([[0]] * N, [[0, 1]] * N, None, ["a"] * N, None, {}, None, None)
     rewards = torch.rand(N, generator=torch.Generator().manual_seed(1)) - 0.3
     rewards[GROUP:] = 0.25  # a group without variance
@@ -129,20 +132,116 @@ def test_advantages_equal_trl(trl, scale):
     assert ours[:GROUP].abs().max() > 0.1 and (ours[GROUP:] == 0).all()
 
 
-@pytest.mark.parametrize("scale", ["none", "group"])
-def test_groups_without_variance_give_exactly_zero(scale):
+@pytest.mark.parametrize("best_of", [1, 3])
+@pytest.mark.parametrize("scale", SCALES)
+def test_groups_without_variance_give_exactly_zero(scale, best_of):
     rewards = torch.tensor([0.1] * 7 + [0.7] * 7 + [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])[:, None]
     assert (rewards[7:14] - rewards[7:14].mean()).any()  # rounding alone would not give zero
-    result = grpo.advantages(rewards, 7, scale)
+    result = grpo.advantages(rewards, 7, scale, best_of)
     assert not result[:14].any() and result[14:].abs().max() > 1e-6
-    assert grpo.advantages(torch.full((2, 1), math.nan), 2, scale).isnan().all()  # is not hidden
+    assert grpo.advantages(torch.full((7, 1), math.nan), 7, scale, best_of).isnan().all()  # is not hidden
     cancel_out = torch.tensor([[0.1, -0.1], [-0.1, 0.1]])  # pieces of equal rewards, whose deviation is 0
     assert grpo.advantages(cancel_out, 2, scale).abs().max() < 1
 
 
 def test_with_pieces_the_scale_is_the_root_of_their_summed_variances():
-    found = grpo.advantages(torch.tensor([[0.0, 0.0], [0.3, 0.4]]), 2, "group")
+    found = grpo.advantages(torch.tensor([[0.0, 0.0], [0.3, 0.4]]), 2, "std")
     torch.testing.assert_close(found[1], torch.tensor([0.15, 0.2]) / (math.sqrt(0.045 + 0.08) + 1e-4))
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0, 1.0, 0.0, 1.0, 0.5], [-0.3, -0.3, -0.3, -0.1, 0.0], [0.2, -1.0, 0.7, 0.1, 0.4]]
+)
+@pytest.mark.parametrize("G", [2, 3, 4, 5])
+def test_the_best_of_k_answers_by_enumeration(G, values):
+    """With ties and with negative values, for every k; k = 1 changes nothing."""
+    values = torch.tensor(values[:G])
+    for k in range(1, G):
+        found = grpo.advantages(values[:, None], G, best_of=k)[:, 0]
+        sets = list(combinations(range(G), k))
+        best = [[values[list(some)].max() for some in sets if i in some] for i in range(G)]
+        expected = torch.tensor([sum(some) / len(some) for some in best])
+        torch.testing.assert_close(found, expected - expected.mean())
+        assert all(found[i] == found[j] for i, j in combinations(range(G), 2) if values[i] == values[j])
+    assert torch.equal(grpo.advantages(values[:, None], G, best_of=1)[:, 0], values - values.mean())
+
+
+def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
+    """The mean over all groups of four, of a policy with three answers whose values may be negative, is exactly the
+    gradient: of E[best of k], and for "mean" of ∫ log P(v > x) dx to order G - 1, as the sum of E[best of k] / k."""
+    logits = torch.tensor([0.3, -1.0, -0.2], dtype=torch.float64, requires_grad=True)
+    logp, values, G = logits.log_softmax(0), torch.tensor([-0.3, 1.0, 0.2], dtype=torch.float64), 4
+
+    def best_of(k):
+        return sum(logp[list(some)].sum().exp() * values[list(some)].max() for some in product(range(3), repeat=k))
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def estimated(**how):
+        loss = 0
+        for group in map(list, product(range(3), repeat=G)):
+            paid = grpo.advantages(values[group][:, None], G, **how)[:, 0]
+            loss = loss + logp[group].sum().exp().detach() * (paid * logp[group]).mean()
+        return gradient(loss)
+
+    for k in range(1, G):
+        torch.testing.assert_close(estimated(best_of=k), (1 / k - 1 / G) * gradient(best_of(k)))
+    torch.testing.assert_close(estimated(scale="mean"), gradient(sum(best_of(k) / k for k in range(1, G))))
+
+
+def test_a_piece_that_is_earned_or_not_is_divided_by_its_mean():
+    earned = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])[:, None]
+    weights = torch.tensor([0.5, -0.3])  # a piece may be a penalty: then it is what lacks it that is weighed
+    found = grpo.advantages(earned * weights, 4, "mean")
+    torch.testing.assert_close(found[:, 0], 0.5 * torch.tensor([3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]))
+    torch.testing.assert_close(found[:, 1], 0.3 * torch.tensor([-1.0, 1 / 3, 1 / 3, 1 / 3, -1, -1, -1, 3]))
+    # together: of six pairs three have the one that earned it, so the chance that one of two did is 1/2
+    both = grpo.advantages(earned[:4], 4, "mean", 2) / grpo.advantages(earned[:4], 4, "none", 2)
+    torch.testing.assert_close(both, torch.full((4, 1), 2.0))
+
+
+@pytest.mark.parametrize("best_of", [1, 2, 5])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_better_answer_is_never_paid_less(scale, best_of):
+    """Whatever the sign of the values, and it does not matter what they all have in common. The k lowest are alike."""
+    values = torch.randn(200, 1, generator=torch.Generator().manual_seed(0)).sub(0.5)
+    paid = grpo.advantages(values, 8, scale, best_of)
+    torch.testing.assert_close(grpo.advantages(values + 3, 8, scale, best_of), paid, atol=1e-4, rtol=1e-4)
+    steps = paid.view(-1, 8).gather(1, values.view(-1, 8).argsort(1)).diff(dim=1)
+    assert (steps[:, best_of - 1 :] > 0).all() and not steps[:, : best_of - 1].any()
+
+
+def test_shuffled_rewards_are_those_of_the_group_in_any_order():
+    values = torch.arange(24.0).view(12, 2)
+    orders = []
+    for seed in range(600):
+        found = grpo.shuffled(values, 3, [f"{seed}/{b}" for b in range(4)])
+        assert torch.equal(found.view(4, 3, 2).sort(1)[0], values.view(4, 3, 2))  # no answer's pieces are parted
+        assert torch.equal(found, grpo.shuffled(values, 3, [f"{seed}/{b}" for b in range(4)]))
+        orders += [tuple(order) for order in (found[:, 0].view(4, 3) / 2 % 3).tolist()]
+    counts = Counter(orders)  # six orders, also that in which each keeps its own
+    assert len(counts) == 6 and all(330 < count < 470 for count in counts.values())
+
+
+def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_settings):
+    pieces = [[("whole", 0.5), ("word", 0.2, (0, 3))], [("whole", 0.1), ("word", 0.8, (3, 5))], [("whole", 0.0)]]
+    answers = [Answer(toy.Question("short", "?", 0), "", [3, 5], False, Grade(some, {})) for some in pieces]
+    batch = Batch(*[None] * 2, torch.zeros(3, 2), *[None] * 3)
+    toy_settings(CONTROL="shuffle", GROUP_SIZE=3)
+    found = [train.compare(batch, answers, f"{seed}/").advantages for seed in range(40)]
+    for paid in found:
+        values = [(0.5, 0.2), (0.1, 0.8), (0.0, 0.0)]
+        expected = []
+        for order in permutations(values):
+            words = [word - 1 / 3 for _, word in order]
+            judged = [[words[0], 0], [0, words[1]], [words[2], words[2]]]
+            expected.append(torch.tensor([[whole - 0.2 + w for w in ws] for (whole, _), ws in zip(order, judged)]))
+        assert any(torch.allclose(paid, one, atol=1e-6) for one in expected)
+    assert len({tuple(paid.flatten().tolist()) for paid in found}) == 6
+    assert sum(found).abs().max() / 40 < 0.2  # no information on average
+    toy_settings(CONTROL="zero")
+    assert not train.compare(batch, answers).advantages.any()
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
@@ -178,22 +277,23 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("scale, best_of", [*product(SCALES, (1, 2))])
 @pytest.mark.parametrize("credit", ["piece", "answer"])
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_the_better_answer_becomes_likelier(loss, credit, toy_settings):
+def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_settings):
     """Invariant 14. The better answer has the right letter at its end, worth 0.5, and the worse one more for its form,
     four tokens that are the same in both: by the sum over its tokens' advantages the better one would lose."""
-    toy_settings(LOSS=loss, CREDIT=credit, GROUP_SIZE=2, KL_COEF=0.0, EPOCHS=2)
-    policy, texts = toy.model(), ("wxyzA", "wxyzB")
+    toy_settings(LOSS=loss, CREDIT=credit, GROUP_SIZE=3, KL_COEF=0.0, EPOCHS=2, SCALE_REWARDS=scale, BEST_OF=best_of)
+    policy, texts = toy.model(), ("wxyzA", "wxyzB", "wxyzB")
     tokens = torch.tensor([policy.tokenizer.encode(text) for text in texts])
-    batch = Batch(torch.tensor([[7, 8]]), torch.tensor([2]), tokens, tokens >= 0, None, torch.tensor([True, True]))
+    batch = Batch(torch.tensor([[7, 8]]), torch.tensor([2]), tokens, tokens >= 0, None, torch.tensor([True] * 3))
     with torch.no_grad():
         before = train.forward(policy, batch)[0]
-    pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], [("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]]
+    pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
     answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
     batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers)
     train.update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.01), [batch])
-    better, worse = (train.forward(policy, batch)[0] - before).sum(1).tolist()
+    better, worse, _ = (train.forward(policy, batch)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4
 
 

@@ -20,7 +20,7 @@ from nanorook.run import STEP
 
 RUNS = {
     "plain": dict(STEPS=3),
-    "epochs": dict(EPOCHS=2, LOSS="grpo", SCALE_REWARDS="group", KL_COEF=0.5, CREDIT="answer", BATCH_POSITIONS=6),
+    "epochs": dict(EPOCHS=2, LOSS="grpo", SCALE_REWARDS="std", KL_COEF=0.5, CREDIT="answer", BATCH_POSITIONS=6),
 }
 
 

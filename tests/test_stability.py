@@ -209,7 +209,7 @@ def test_std_normalisation():
     """Dividing advantages by the group's std hurt with near-constant rewards."""
     noise, signal = [0.4, 0.4, 0.4, 0.401], [-0.3, 1.0, 0.2, 0.5]
     values = torch.tensor([*noise, *signal])[:, None]
-    noise, signal = grpo.advantages(values, 4, "group").view(2, 4).abs().amax(1)
+    noise, signal = grpo.advantages(values, 4, "std").view(2, 4).abs().amax(1)
     assert noise > signal  # divided by their spread, a thousandth weighs more than the best against the worst
     noise, signal = grpo.advantages(values, 4, train.SCALE_REWARDS).view(2, 4).abs().amax(1)
     assert train.SCALE_REWARDS == "none" and noise < signal / 500
@@ -241,22 +241,22 @@ def test_truncated_outputs(toy_run, monkeypatch):
 
 
 WAYS = [dict(LOSS=loss) for loss in grpo.LOSSES] + [dict(CREDIT="answer"), dict(DTYPE="bfloat16")]
-WAYS += [dict(SCALE_REWARDS="group", EPOCHS=2), dict(KL_ESTIMATOR="k3", KL_COEF=0.5), dict(KL_COEF=0.0)]
+WAYS += [dict(SCALE_REWARDS="std", EPOCHS=2), dict(KL_ESTIMATOR="k3", KL_COEF=0.5), dict(KL_COEF=0.0)]
 
 
 @pytest.mark.parametrize("changes", WAYS, ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()))
 def test_without_a_reward_nothing_moves(changes, toy_run, toy_model, tmp_path):
     """Invariant 11: with all advantages zero the weights end as they began, bit for bit."""
-    toy_run(LR=0.1, CONTROL=True, **changes)
+    toy_run(LR=0.1, CONTROL="zero", **changes)
     start, end = (GPT.load(folder).state_dict() for folder in (toy_model, tmp_path / "out" / "model"))
     assert all(torch.equal(start[name].view(torch.int32), end[name].view(torch.int32)) for name in start)
 
 
 BASE = dict(STEPS=3, EPOCHS=2, LR=0.02, LR_SCHEDULE="constant", KL_COEF=0.1)
 CHANGES = dict(
-    DATA="other", SEED=1, STEPS=4, BATCH_POSITIONS=3, GROUP_SIZE=3, EPOCHS=1, OVERFIT=1, CONTROL=1, LR=0.01,
-    LR_SCHEDULE="cosine", WARMUP_STEPS=2, MAX_GRAD_NORM=0.01, LOSS="grpo", CREDIT="answer", SCALE_REWARDS="group",
-    CLIP_RANGE=0.01, CLIP_RANGE_HIGH=0.01, KL_COEF=0, KL_ESTIMATOR="k3",
+    DATA="other", SEED=1, STEPS=4, BATCH_POSITIONS=3, GROUP_SIZE=3, EPOCHS=1, OVERFIT=1, CONTROL="shuffle", LR=0.01,
+    LR_SCHEDULE="cosine", WARMUP_STEPS=2, MAX_GRAD_NORM=0.01, LOSS="grpo", CREDIT="answer", SCALE_REWARDS="std",
+    BEST_OF=2, CLIP_RANGE=0.01, CLIP_RANGE_HIGH=0.01, KL_COEF=0, KL_ESTIMATOR="k3",
     KL_DIVERGENCE_THRESHOLD=1e-9, TEMPERATURE=0.5, EVAL_EVERY=1, EVAL_POSITIONS=3, SAVE_EVERY=1, DTYPE="bfloat16",
 )  # fmt: skip
 

@@ -118,7 +118,7 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings, tmp_path):
 def test_training_asks_about_its_own_side_and_each_step_draws_anew(toy_run, monkeypatch):
     asked, honest = [], toy.make_questions
     monkeypatch.setattr(toy, "make_questions", lambda items, n, *r: asked.append((n, {*items})) or honest(items, n, *r))
-    first, second = toy_run(STEPS=2, EVAL_POSITIONS=5, OVERFIT=True, CONTROL=True)
+    first, second = toy_run(STEPS=2, EVAL_POSITIONS=5, OVERFIT=True, CONTROL="zero")
     assert {n: items for n, items in asked} == {4: {*range(100)}, 5: {*range(100, 120)}} and len(asked) == 4
     assert first["reward"] != second["reward"]  # the same questions and weights, other answers
 

@@ -206,7 +206,8 @@ def rewards(samples, batches):
         "rewards", {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
         (max(-least, most) > 10, f"They go from {least:g} to {most:g}, so a few rows outweigh the others: scale them."),
         (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
-        (times > 20, f"SCALE_REWARDS={train.SCALE_REWARDS} makes noise {times:.0f} times as large: use none."),
+        (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std makes noise {times:.0f} times as large: "
+         "use none."),
     )  # fmt: skip
 
 

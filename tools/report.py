@@ -18,6 +18,7 @@ from typing import NamedTuple
 import chess.svg
 
 from nanorook.settings import fail
+from nanorook.statistics import gain, interval, known, with_interval
 from nanorook.task import as_sum
 from rook.positions import contract_board
 
@@ -58,7 +59,8 @@ def head(run):
     tokens = sum(row.get("tokens", 0) for row in run.rows)
     minutes = sum(value for row in run.rows for name, value in row.items() if name.endswith(" seconds")) / 60
     facts = [f"{run.label}{run.name}", f"{run.rows[-1]['step']} steps", f"{tokens:,} completion tokens"]
-    about = {name: value for name, value in run.about.items() if name != "versions"} | run.about.get("versions", {})
+    about = {name: value for name, value in run.about.items() if name not in ("versions", "questions")}
+    about |= run.about.get("versions", {})
     facts += [f"{minutes:.1f} min of steps", *(f"{name} {value}" for name, value in about.items())]
     return f'<p class="soft">{escape(" · ".join(facts))}</p>'
 
@@ -77,17 +79,15 @@ def states(run):
 
 
 def skill_table(runs):
-    """A mean is marked where it is further from the first than both intervals allow."""
+    """A mean is marked where its difference from the first, question by question, is larger than its interval."""
     columns, body = [(run, title) for run in runs for title in run.skill], ""
     for name in dict.fromkeys(name for run, title in columns for name in run.skill[title]):
         body += f"<tr><th>{escape(name)}</th>"
         for run, title in columns:
-            mean, half = run.skill[title].get(name, (math.nan, 0))
-            first, first_half = next(iter(run.skill.values())).get(name, (mean, 0))
-            real = abs(mean - first) > math.hypot(half, first_half)
-            css, mark = ("", "") if not real else ("up", "▲ ") if mean > first else ("down", "▼ ")
-            shown = f"{mean:.3f} ± {half:.3f}" if half < math.inf else f"{mean:.3f}"  # one value has no interval
-            figure = mark + shown if math.isfinite(mean) else "–"
+            values = run.skill[title].get(name, [])
+            change, half = gain(next(iter(run.skill.values())).get(name, values), values) if values else (0, 0)
+            css, mark = ("", "") if abs(change) <= half else ("up", "▲ ") if change > 0 else ("down", "▼ ")
+            figure = mark + with_interval(*interval(known(values))) if values else "–"
             body += f'<td class="{css}">{figure}</td>'
         body += "</tr>"
     head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)

@@ -169,7 +169,8 @@ def main():
         kinds += [answers[0].question.kind] * n
 
     G = train.GROUP_SIZE
-    found = gradients(model, reference, rollouts, [G, *(G // cut for cut in (2, 4) if G % cut == 0 and G // cut > 1)])
+    sizes = [G, *(G // cut for cut in (2, 4) if G % cut == 0 and G // cut > train.BEST_OF)]
+    found = gradients(model, reference, rollouts, sizes)
     for temperature in (factor * train.TEMPERATURE for factor in TEMPERATURES):
         with patch.multiple(train, TEMPERATURE=temperature):
             again = gradients(model, reference, list(ask(model, questions)), [G], lambda answers: [(SET, answers, {})])
