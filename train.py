@@ -21,7 +21,6 @@ import math
 import random
 import sys
 import time
-from collections import Counter
 from statistics import fmean
 
 import torch
@@ -99,24 +98,24 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 # ---- One step ----------------------------------------------------------------------------------------------
 
 
-def add_advantages(batch, answers, seed=""):
-    """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group. `seed`
-    is for CONTROL=shuffle."""
+def add_advantages(batch, answers, group_size, credit, seed=""):
+    """The batch with the advantage of each token (N, T). `seed` decides the permutations of CONTROL=shuffle."""
     T = batch.tokens.shape[1]
-    if CREDIT == "piece":
-        values, judged = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
+    if credit == "piece":
+        values, piece_mask = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
     else:
-        values, judged = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
+        values, piece_mask = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
     if CONTROL == "shuffle":  # by the prompt, so that it does not matter which process has the group
-        values = grpo.shuffled(values, GROUP_SIZE, [seed + a.question.prompt for a in answers[::GROUP_SIZE]])
-    advantages = grpo.advantages(values, GROUP_SIZE, SCALE_REWARDS, BEST_OF) * (CONTROL != "zero")
-    return batch._replace(advantages=grpo.token_advantages(advantages, judged).to(batch.tokens.device))  # (N, T)
+        values = grpo.shuffled(values, group_size, [seed + a.question.prompt for a in answers[::group_size]])
+    advantages = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
+    advantages = grpo.token_advantages(advantages, piece_mask) * (CONTROL != "zero")
+    return batch._replace(advantages=advantages.to(batch.tokens.device))
 
 
-def forward(model, batch):
-    """Logprobs and entropies (N, T) of a batch's completions under the distribution that was sampled."""
+def forward(model, batch, temperature):
+    """Logprobs and entropies (N, T) of a batch's completions, under the distribution that was sampled."""
     logits = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, V)
-    return grpo.logprobs_and_entropy(logits, batch.tokens, TEMPERATURE)
+    return grpo.logprobs_and_entropy(logits, batch.tokens, temperature)
 
 
 @functools.cache
@@ -126,8 +125,8 @@ def compiled_score():
     return torch.compile(GPT.score, dynamic=True) if wanted else GPT.score
 
 
-def objective(logprobs, batch, normalizer):
-    """A batch's part of the loss, and sums over its tokens of what is measured."""
+def objective(logprobs, batch, normalizer, kl_coef):
+    """What a batch adds to the loss, and sums over its tokens for the metrics."""
     mask, old_logprobs = batch.completion_mask, batch.old_logprobs
     loss, sums = grpo.policy_loss(
         logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
@@ -135,8 +134,8 @@ def objective(logprobs, batch, normalizer):
     )  # fmt: skip
     if batch.ref_logprobs is not None:
         kl = grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
-        loss = loss + KL_COEF * grpo.aggregate(kl, mask, LOSS, normalizer)
-        # k2 whatever KL_ESTIMATOR is: one token can blow up k3's mean
+        loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
+        # The metric is k2 whatever KL_ESTIMATOR is: one token can blow up the mean of k3.
         sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()
     sums["loss"] = loss.detach()
     sums["logprob_gap"] = torch.where(mask, logprobs.detach() - batch.rollout_logprobs, 0).abs().sum()
@@ -147,56 +146,60 @@ def microbatch_tokens(model):
     return MICROBATCH_TOKENS or (32768 if model.wte.weight.is_cuda else 4096)
 
 
-def by_signal(batch):
-    """The batch in two: groups of which no token has an advantage have no gradient but the KL's. Without a KL they need
-    only the forward pass, for the metrics, a third of the work."""
+def split_by_signal(batch):
+    """[(groups in which a token has an advantage, True), (the other groups, False)]. Without a KL the others have no
+    gradient: they need the forward pass alone, for the metrics, which is a third of the work."""
     signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | (KL_COEF > 0)  # (B,)
-    parts = [groups.nonzero()[:, 0] for groups in (signal, ~signal)]
-    return [batch.select(part, batch.prompts.shape[1], batch.tokens.shape[1]) for part in parts if len(part)]
+    shape = batch.prompts.shape[1], batch.tokens.shape[1]
+    return [(batch.select((signal == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in signal]
 
 
-def update(model, reference, optimizer, batches):
-    """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
-    before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
+def update(model, reference, optimizers, batches):
+    """Makes EPOCHS updates from the answers of a step. Of the metrics loss, logprob_gap, entropy and kl are those of the
+    weights before the first update, ratio_gap, clip_low and clip_high those of the last epoch; grad_norm is a mean."""
     most = microbatch_tokens(model)
-    parts = [part for batch in batches for some in by_signal(batch) for part in microbatches(some, most)]
+    parts = [(part, has) for b in batches for some, has in split_by_signal(b) for part in microbatches(some, most)]
     longest = max(task.LIMITS.values())
-    normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
+    normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
     normalizer = parallel.total(normalizer.float())
-    measured, skipped = [], 0
+    epochs, skipped = [], 0
     for epoch in range(EPOCHS):
-        sums = Counter()  # whose update() adds
-        for i, part in enumerate(parts):
-            with torch.set_grad_enabled(KL_COEF > 0 or bool(part.advantages.any())):  # see by_signal
-                logprobs, entropy = forward(model, part)  # (N, T)
+        sums = {}  # over the tokens of all parts
+        for i, (part, has_gradient) in enumerate(parts):
+            with torch.set_grad_enabled(has_gradient):
+                logprobs, entropy = forward(model, part, TEMPERATURE)  # (N, T)
             if epoch == 0:  # these are the weights that sampled
                 with torch.no_grad():
-                    ref = forward(reference, part)[0] if reference else None
-                part = parts[i] = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
-            loss, found = objective(logprobs, part, normalizer)
-            if loss.requires_grad:
+                    ref_logprobs = forward(reference, part, TEMPERATURE)[0] if reference else None
+                part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref_logprobs)
+                parts[i] = part, has_gradient
+            loss, measured = objective(logprobs, part, normalizer, KL_COEF)
+            if has_gradient:
                 loss.backward()
-            sums.update(found, entropy=torch.where(part.completion_mask, entropy, 0).sum())
+            measured["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
+            sums = {name: sums.get(name, 0) + value for name, value in measured.items()}
         sums = {name: parallel.total(value) for name, value in sums.items()}
 
-        # The guard: the gradient is scaled down to MAX_GRAD_NORM, and no update is made unless loss and gradient are finite.
+        # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and what is not finite makes no update.
         parallel.sum_gradients(model.parameters())
         sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        measured.append(dict(zip(sums, torch.stack([*sums.values()]).tolist())))  # here the host waits
-        if not math.isfinite(measured[-1]["grad_norm"] + measured[-1]["loss"]):
+        sums = dict(zip(sums, torch.stack([*sums.values()]).tolist()))  # GPU sync
+        epochs.append(sums)
+        if not (math.isfinite(sums["loss"]) and math.isfinite(sums["grad_norm"])):
             skipped += 1
-        elif measured[-1]["grad_norm"] > 0:  # AdamW would go on without a gradient, by its momentum
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    first, last, tokens = measured[0], measured[-1], measured[0]["tokens"]
+        elif sums["grad_norm"] > 0:  # without a gradient AdamW would go on by its momentum
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad(set_to_none=True)
+    first, last = epochs[0], epochs[-1]
     return {
         "loss": first["loss"],
-        "grad_norm": fmean(sums["grad_norm"] for sums in measured),
-        "tokens": int(tokens),
+        "grad_norm": fmean(sums["grad_norm"] for sums in epochs),
+        "tokens": int(first["tokens"]),
         "skipped": skipped,
         "broken": not torch.stack([p.isfinite().all() for p in model.parameters()]).all(),
-        **{name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first},
-        **{name: last[name] / tokens for name in ("ratio_gap", "clip_low", "clip_high")},
+        **{name: first[name] / first["tokens"] for name in ("logprob_gap", "entropy", "kl") if name in first},
+        **{name: last[name] / first["tokens"] for name in ("ratio_gap", "clip_low", "clip_high")},
     }
 
 
@@ -259,8 +262,15 @@ def evaluate_and_record(run, model, questions, title):
 # ---- Start and loop ----------------------------------------------------------------------------------------
 
 
-def make_optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+def make_optimizers(model):
+    """A list: another one may have other parameters. Each group of parameters keeps the rate that it has here, times
+    what set_learning_rates is given."""
+    return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+
+def set_learning_rates(optimizers, factor):
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 
 
 def make_reference(model):
@@ -268,7 +278,7 @@ def make_reference(model):
 
 
 def start():
-    """What the loop works with, at its beginning or where it was stopped: (run, model, reference, optimizer, training
+    """What the loop works with, at its beginning or where it was stopped: (run, model, reference, optimizers, training
     items, held-out questions)."""
     device = parallel.start(hardware.choose_device(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
@@ -289,10 +299,10 @@ def start():
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
     model = GPT.load(source).to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None
-    optimizer = make_optimizer(model)
+    optimizers = make_optimizers(model)
     if resumed:
-        restore(model, optimizer, *resumed)
-    run.good = run.good or run.snapshot(model, optimizer)
+        restore(model, optimizers, *resumed)
+    run.good = run.good or run.snapshot(model, optimizers)
 
     items, held_out = task.load(DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
@@ -308,13 +318,13 @@ def start():
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good
         run.clear()
-    return run, model, reference, optimizer, items, questions
+    return run, model, reference, optimizers, items, questions
 
 
 def main():
     settings.finish()
     hardware.flush_denormals()
-    run, model, reference, optimizer, items, eval_questions = start()
+    run, model, reference, optimizers, items, eval_questions = start()
     lead, world, sampler = parallel.rank() == 0, parallel.world(), model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
@@ -333,15 +343,14 @@ def main():
         # Rewards and advantages
         rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
         answers = parallel.gather([answer for _, part in rollouts for answer in part])
-        batches = [add_advantages(batch, part, f"{SEED}/{step}/") for batch, part in rollouts]
+        batches = [add_advantages(batch, part, GROUP_SIZE, CREDIT, f"{SEED}/{step}/") for batch, part in rollouts]
         clock.append(time.time())
 
         # Loss, gradient, guard, optimizer
-        lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizer)
-        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizer, batches)
+        factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
+        set_learning_rates(optimizers, factor)
+        snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizers)
+        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizers, batches)
         clock.append(time.time())
         if step == 0:  # of what update() measured before its first change
             check_grades(answers)
@@ -350,7 +359,7 @@ def main():
         # What happened
         run.step += 1
         seconds = dict(zip(("sampling", "grading", "update"), (b - a for a, b in zip(clock, clock[1:]))))
-        metrics |= {"step": run.step, "lr": lr, "length": metrics["tokens"] / len(answers)}
+        metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / sum(seconds.values())}
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
@@ -364,7 +373,7 @@ def main():
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
         too_far = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
         if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
-            run.go_back(model, optimizer, RECOVERY_LR_FACTOR)
+            run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
             run.good = snapshot  # taken before this update; this step's answers and their KL were sound
 
@@ -374,7 +383,7 @@ def main():
         if due:
             evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
-            run.save(model, optimizer)
+            run.save(model, optimizers)
         if stopping and run.step < STEPS:
             parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
             sys.exit(128 + stopping[0])
@@ -382,7 +391,7 @@ def main():
     if "after" not in run.skill:
         evaluate_and_record(run, model, eval_questions, "after")
     if lead:
-        run.save(model, optimizer)
+        run.save(model, optimizers)
         parallel.log(monitor.table(run.skill))
         run.finish(model)
     parallel.finish()

@@ -93,26 +93,26 @@ class Run:
         parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
         return saved["model"], saved["optimizer"]
 
-    def snapshot(self, model, optimizer):
+    def snapshot(self, model, optimizers):
         """All that going back restores, in the host's memory."""
-        return to_host({"weights": model.state_dict(), "moments": optimizer.state_dict()["state"]})
+        return to_host({"weights": model.state_dict(), "moments": [o.state_dict()["state"] for o in optimizers]})
 
-    def go_back(self, model, optimizer, lr_factor):
+    def go_back(self, model, optimizers, lr_factor):
         """To the last good state. What led away from it would do so again, so the learning rate is lowered."""
         self.rollbacks += 1
         if self.rollbacks == 3:
             fail("the run failed for the third time; lower LR, or see the last line's advice.")
-        restore(model, optimizer, **copy.deepcopy(self.good))
+        restore(model, optimizers, **copy.deepcopy(self.good))
         self.lr_factor *= lr_factor
         self.skipped_in_a_row = 0
         parallel.log(f"back to the last good state, with LR times {self.lr_factor:g}")
 
-    def save(self, model, optimizer):
+    def save(self, model, optimizers):
         """Writes OUT_DIR/step-N; the folder takes its name when all is on the disk, so it survives a power cut."""
         folder = self.out / f"step-{self.step:06d}"
         unfinished = self.out / ".unfinished" / folder.name
         trainer = {name: getattr(self, name) for name in self.kept} | {"settings": settings.values()}
-        trainer |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+        trainer |= {"model": model.state_dict(), "optimizer": [o.state_dict()["state"] for o in optimizers]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         model.save(unfinished)
         torch.save(trainer, content := BytesIO())  # into a file, it would not say that the disk is full
@@ -141,15 +141,18 @@ def continuation(out, fresh):
     return f"{command} goes on from {newest}." if newest else "the same command starts again."
 
 
-def restore(model, optimizer, weights, moments):
+def restore(model, optimizers, weights, moments):
     model.load_state_dict(weights)
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    for optimizer, state in zip(optimizers, moments, strict=True):
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def to_host(state):
-    """A copy in the host's memory of tensors in dicts: on a GPU it would take the room of microbatches."""
+    """A copy in the host's memory of tensors in dicts and lists: on a GPU it would take the room of microbatches."""
     if torch.is_tensor(state):
         return state.detach().to("cpu", copy=True)
+    if isinstance(state, list):
+        return [to_host(value) for value in state]
     return {key: to_host(value) for key, value in state.items()}
 
 

@@ -90,17 +90,17 @@ def test_a_run_with_checkpoint_resume_and_going_back(gpu, toy_run, monkeypatch, 
 def test_what_going_back_restores_is_kept_in_the_hosts_memory(gpu, tmp_path):
     """On a GPU the weights and both moments, twice, would take the room of microbatches."""
     model = toy.model().to("cuda")
-    optimizer, run = train.make_optimizer(model), Run(tmp_path)
+    optimizers, run = train.make_optimizers(model), Run(tmp_path)
     model(torch.zeros(1, 2, dtype=torch.long, device="cuda")).sum().backward()
-    optimizer.step()
-    run.good = run.snapshot(model, optimizer)
+    optimizers[0].step()
+    run.good = run.snapshot(model, optimizers)
     weights, moments = run.good.values()
-    kept = [*weights.values(), *(t for state in moments.values() for t in state.values())]
+    kept = [*weights.values(), *(t for state in moments[0].values() for t in state.values())]
     assert len(kept) == 4 * len(weights) and {tensor.device.type for tensor in kept} == {"cpu"}
-    optimizer.step()
-    run.go_back(model, optimizer, 0.5)
+    optimizers[0].step()
+    run.go_back(model, optimizers, 0.5)
     assert all(tensor.is_cuda and torch.equal(tensor.to("cpu"), weights[n]) for n, tensor in model.state_dict().items())
-    assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"cuda"}
+    assert {state["exp_avg"].device.type for state in optimizers[0].state.values()} == {"cuda"}
 
 
 def test_the_bound_of_the_first_kl_is_that_of_the_precision():

@@ -26,7 +26,7 @@ def examine(monkeypatch):
             monkeypatch.setattr(train, name, value)
         policy, reference = policy or toy.model(), reference or train.make_reference(toy.model())
         optimizer = torch.optim.AdamW(parameters or policy.parameters(), lr=train.LR, weight_decay=0)
-        checks = doctor.run_checks(policy, reference, optimizer, questions or toy.questions(8))
+        checks = doctor.run_checks(policy, reference, [optimizer], questions or toy.questions(8))
         return {check.name: check for check in checks}
 
     return run

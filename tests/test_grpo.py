@@ -255,7 +255,7 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
         return value + 0.3 * grpo.aggregate(grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
-    ours = loss_and_gradient(lambda x: train.objective(x, batch, total)[0], logprobs)
+    ours = loss_and_gradient(lambda x: train.objective(x, batch, total, train.KL_COEF)[0], logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
 
 
@@ -268,7 +268,7 @@ def test_credit_of_an_example_by_hand(toy_settings):
 
     def paid(credit):
         toy_settings(CREDIT=credit, GROUP_SIZE=2)
-        return train.add_advantages(batch, answers).advantages
+        return train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT).advantages
 
     torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
@@ -288,12 +288,12 @@ def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_se
     tokens = torch.tensor([policy.tokenizer.encode(text) for text in texts])
     batch = Batch(torch.tensor([[7, 8]]), torch.tensor([2]), tokens, tokens >= 0, None, torch.tensor([True] * 3))
     with torch.no_grad():
-        before = train.forward(policy, batch)[0]
+        before = train.forward(policy, batch, train.TEMPERATURE)[0]
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
     answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
-    batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers)
-    train.update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.01), [batch])
-    better, worse, _ = (train.forward(policy, batch)[0] - before).sum(1).tolist()
+    batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers, train.GROUP_SIZE, train.CREDIT)
+    train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [batch])
+    better, worse, _ = (train.forward(policy, batch, train.TEMPERATURE)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4
 
 
@@ -353,7 +353,7 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
         toy_settings(MICROBATCH_TOKENS=most)
         model = copy.deepcopy(start)
         rows.clear()
-        metrics = train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.5), batches)
+        metrics = train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.5)], batches)
         results.append((metrics, list(model.parameters())))
         assert max(rows) in largest
     (expected, weights), *others = results

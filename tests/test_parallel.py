@@ -26,7 +26,7 @@ RUNS = {
 
 def run(patch, out, name, model):
     """A run with SGD: Adam makes a whole step of a gradient that is zero up to rounding, as a key's bias has."""
-    patch(train, "make_optimizer", lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
+    patch(train, "make_optimizers", lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)])
     return toy.run(Path(out, name), MODEL=model, LR=0.1, **RUNS[name])
 
 

@@ -114,7 +114,7 @@ def advantages(toy_settings, kind, credit):
     answers = [Answer(None, t, range(1, len(t) + 1), False, task(t, hit_limit=i % 2 == 0)) for i, t in enumerate(some)]
     batch = Batch(*[None] * 2, torch.zeros(len(some), 1 + max(map(len, some))), *[None] * 3)
     toy_settings(CREDIT=credit, GROUP_SIZE=len(some))
-    return train.add_advantages(batch, answers).advantages
+    return train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT).advantages
 
 
 PENALTIES = dict(MALFORMED=-0.6, WASTED=1.0, RUNAWAY_PENALTY_MULTIPLIER=0.5)

@@ -88,7 +88,7 @@ def test_the_room_for_an_answer_is_that_of_its_own_prompt():
         (_, alone), *_ = sample(policy, [question], G, {"long": 7}, noise=noise[i : i + 1])
         assert [answer.text for answer in alone] == [answer.text for answer in answers[i * G : i * G + G]]
     with torch.no_grad():
-        gap = (train.forward(policy, batch)[0] - batch.rollout_logprobs)[batch.completion_mask].abs()
+        gap = (train.forward(policy, batch, train.TEMPERATURE)[0] - batch.rollout_logprobs)[batch.completion_mask].abs()
     assert gap.max() < 1e-4
     with pytest.raises(SystemExit, match="a prompt of 24 tokens leaves no room for an answer in the model's 24 pos"):
         list(sample(policy, [Question("long", "." * 24, None)], G, {"long": 7}))
@@ -118,9 +118,9 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     stop = int(plain.tokens[(plain.tokens < 128) & plain.completion_mask].mode().values)
     asked = [question._replace(stop=chr(stop), stop_after=stop_after) for question in asked]
     (batch, answers), *_ = sample(policy, asked, 8, limits, noise=noise)
-    logprobs = train.forward(policy, batch)[0].detach().requires_grad_()
+    logprobs = train.forward(policy, batch, train.TEMPERATURE)[0].detach().requires_grad_()
     batch = batch._replace(advantages=torch.ones_like(logprobs), old_logprobs=logprobs.detach())
-    train.objective(logprobs, batch, batch.completion_mask.sum())[0].backward()
+    train.objective(logprobs, batch, batch.completion_mask.sum(), train.KL_COEF)[0].backward()
     stopped = (plain.tokens == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T
     assert len(rows) > 2 and stopped[:, :2].any()
@@ -159,7 +159,7 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, tempe
     out = generate(model.inference_copy(dtype), PROMPTS, G, LIMITS, temperature, noise)
     eos, mask = model.config.eos_token_id, out.completion_mask
     with torch.no_grad():
-        logprobs, entropy = train.forward(model.set_compute_dtype(dtype), out)
+        logprobs, entropy = train.forward(model.set_compute_dtype(dtype), out, train.TEMPERATURE)
     gap = (logprobs - out.rollout_logprobs)[mask].abs()
     largest, mean = (1e-4, 1e-4) if dtype == torch.float32 else (0.5, 0.05)
     assert gap.max() < largest and gap.mean() < mean and entropy[mask].isfinite().all()

@@ -25,7 +25,7 @@ def save(out, *steps):
     for step in steps:
         run, model = Run(out), toy.model()
         run.step = step
-        run.save(model, train.make_optimizer(model))
+        run.save(model, train.make_optimizers(model))
 
 
 def steps(out):
@@ -111,20 +111,20 @@ def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
 
 def test_going_back_twice_finds_the_same_state(tmp_path):
     model, run = toy.model(), Run(tmp_path)
-    optimizer = train.make_optimizer(model)
+    optimizers = train.make_optimizers(model)
 
     def step():
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
-        optimizer.step()
+        optimizers[0].step()
 
     step()
-    run.good = run.snapshot(model, optimizer)
-    kept = state(model, optimizer)
+    run.good = run.snapshot(model, optimizers)
+    kept = state(model, optimizers[0])
     for _ in range(2):
         step()
-        run.go_back(model, optimizer, 0.5)
-        assert torch.equal(state(model, optimizer), kept)
+        run.go_back(model, optimizers, 0.5)
+        assert torch.equal(state(model, optimizers[0]), kept)
 
 
 def state(model, optimizer):

@@ -44,7 +44,7 @@ def test_gradient_explosion():
     batch = sampled(policy)[0]
 
     def gradient(**clip):
-        logprobs, _ = train.forward(policy, batch)
+        logprobs, _ = train.forward(policy, batch, train.TEMPERATURE)
         far = logprobs.detach() - math.log(99990)  # the weights that sampled gave these tokens next to nothing
         advantages, mask = torch.full(batch.tokens.shape, 0.8), batch.completion_mask
         policy.zero_grad()
@@ -59,7 +59,7 @@ def test_no_step_is_longer_than_the_clip_allows():
     policy, start = toy.model(), toy.model()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)  # a step is the gradient
     batches = [batch._replace(advantages=batch.advantages * 1e6) for batch in sampled(policy)]
-    metrics = train.update(policy, None, optimizer, batches)
+    metrics = train.update(policy, None, [optimizer], batches)
     assert metrics["grad_norm"] > 100 and distance(policy, start) == pytest.approx(train.MAX_GRAD_NORM, rel=1e-3)
 
 
@@ -223,7 +223,7 @@ def test_end_token_is_trained():
     assert ends.sum() >= 4 and (ends.sum(1) == (~batch.hit_limit)).all()  # one of its own in each row that has ended
 
     def gradient_at_ends(mask):
-        logprobs = train.forward(policy, batch)[0].detach().requires_grad_(True)
+        logprobs = train.forward(policy, batch, train.TEMPERATURE)[0].detach().requires_grad_(True)
         ones, normalizer = torch.ones(len(mask)), mask.sum()
         grpo.policy_loss(logprobs, logprobs.detach(), ones, mask, **DEFAULT, normalizer=normalizer)[0].backward()
         return logprobs.grad[ends]

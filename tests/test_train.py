@@ -69,8 +69,8 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
     printed = capsys.readouterr().out
     assert "KL_COEF was 0.1 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
     made = []
-    adamw = lambda model: made.append(torch.optim.AdamW(model.parameters(), weight_decay=0.5)) or made[0]  # noqa: E731
-    monkeypatch.setattr(train, "make_optimizer", adamw)
+    adamw = lambda model: made.append(torch.optim.AdamW(model.parameters(), weight_decay=0.5)) or made  # noqa: E731
+    monkeypatch.setattr(train, "make_optimizers", adamw)
     toy_run(STEPS=3)
     assert made[0].param_groups[0]["weight_decay"] == 0.5  # today's, with the moments of the checkpoint
     assert {state["step"].item() for state in made[0].state.values()} == {3}

@@ -95,7 +95,7 @@ def prepare(w, asked, device, dtype):
     model.tokenizer = Tokenizer.of_bytes()
     model.tokenizer.eos = model.config.eos_token_id = -1  # which never comes
     reference = train.make_reference(model) if w.kl else None
-    optimizer = train.make_optimizer(model)
+    optimizers = train.make_optimizers(model)
 
     def run():
         prompts = [model.tokenizer.encode(question.prompt) for question in asked]
@@ -105,7 +105,7 @@ def prepare(w, asked, device, dtype):
             for row, ids in enumerate(batch.tokens.tolist()):
                 rewards.grade(asked[row // w.group], detokenize(model.tokenizer, ids)[0], True)
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
-            train.update(model, reference, optimizer, [batch._replace(advantages=advantages)])
+            train.update(model, reference, optimizers, [batch._replace(advantages=advantages)])
 
     return model, run
 

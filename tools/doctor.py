@@ -71,7 +71,7 @@ def ask(model, questions):
         yield batch, graded(train.task, part)
 
 
-def run_checks(model, reference, optimizer, questions):
+def run_checks(model, reference, optimizers, questions):
     """The checks one by one, as far as the batch gets. `model` is updated."""
     yield (found := weights(model))
     if found.figures["broken"]:
@@ -80,7 +80,7 @@ def run_checks(model, reference, optimizer, questions):
     rollouts = list(ask(model, questions))
     samples = [answer for _, part in rollouts for answer in part]
     check_grades(samples)
-    batches = [train.add_advantages(batch, part) for batch, part in rollouts]
+    batches = [train.add_advantages(batch, part, train.GROUP_SIZE, train.CREDIT) for batch, part in rollouts]
     yield truths(questions, samples)
     for batch, (_, part) in zip(batches, rollouts):
         yield completions(model, batch, part)
@@ -93,12 +93,14 @@ def run_checks(model, reference, optimizer, questions):
 
     @torch.no_grad()
     def logprobs():  # (tokens,)
-        return torch.cat([train.forward(model, part)[0][part.completion_mask].float() for part in parts])
+        return torch.cat(
+            [train.forward(model, part, train.TEMPERATURE)[0][part.completion_mask].float() for part in parts]
+        )
 
     before, old = logprobs(), copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
     metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
-    metrics |= train.update(model, reference, optimizer, batches)
+    metrics |= train.update(model, reference, optimizers, batches)
     yield check("start", shown(metrics, "structure", "logprob_gap", "kl"), refusal(metrics, model.dtype))
     verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
     state, advice = verdict.values()
@@ -117,7 +119,7 @@ def run_checks(model, reference, optimizer, questions):
     now = logprobs()
     first = mean(grpo.kl(before, now, torch.ones_like(now), "k3"))
     for _ in range(UPDATES - 1):
-        train.update(model, reference, optimizer, batches)
+        train.update(model, reference, optimizers, batches)
     paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
     gain = mean((logprobs() - before) * paid)
     yield check(
@@ -216,7 +218,7 @@ def main():
     model, questions = prepare(train.BATCH_POSITIONS)
     reference = train.make_reference(model) if train.KL_COEF else None
     wrong = []
-    for name, sentence, figures in run_checks(model, reference, train.make_optimizer(model), questions):
+    for name, sentence, figures in run_checks(model, reference, train.make_optimizers(model), questions):
         told = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in figures.items())
         print(f"{name:24}{'WRONG' if sentence else 'ok':7}{told}", flush=True)
         if sentence:

@@ -13,7 +13,6 @@ Nothing is trained or written. docs/signal.md says what to read from it.
 import math
 import time
 from collections import defaultdict
-from unittest.mock import patch
 
 import torch
 from torch.nn.functional import pad
@@ -88,19 +87,19 @@ def projection(model):
 
 
 def ways(answers):
-    """Ways of paying a group: (name, the answers with what is paid, settings)."""
-    yield SET, answers, {}
+    """Ways of paying a group: (name, the answers with what is paid, CREDIT, KL_COEF)."""
+    yield SET, answers, train.CREDIT, train.KL_COEF
     other = "answer" if train.CREDIT == "piece" else "piece"
-    yield f"CREDIT={other}", answers, {"CREDIT": other}
+    yield f"CREDIT={other}", answers, other, train.KL_COEF
     if REFERENCE and train.KL_COEF:
-        yield "KL_COEF=0", answers, {"KL_COEF": 0.0}
+        yield "KL_COEF=0", answers, train.CREDIT, 0.0
     for name in dict.fromkeys(name for answer in answers for name in earned(answer.grade.pieces)):
         pieces = [[piece for piece in a.grade.pieces if piece[0].split(" ")[0] == name] for a in answers]
         alone = [a._replace(grade=a.grade._replace(pieces=part)) for a, part in zip(answers, pieces)]
-        yield f"{name} alone", alone, {"KL_COEF": 0.0}
+        yield f"{name} alone", alone, train.CREDIT, 0.0
 
 
-def gradients(model, reference, rollouts, sizes, ways=ways):
+def gradients(model, reference, rollouts, sizes, temperature, ways=ways):
     """{way of paying: rows for signal()}: each question's gradient, and with groups cut to other `sizes` the mean of
     its groups' gradients and of their squares. The first size is that of the whole group, which is paid in all ways."""
     groups = [(batch, answers, i) for batch, answers in rollouts for i in range(len(batch.prompts))]
@@ -112,18 +111,18 @@ def gradients(model, reference, rollouts, sizes, ways=ways):
         whole = batch.select([i], batch.prompt_lengths[i], batch.completion_mask[rows].sum(1).max())
         for size, start in cuts:
             part = Batch(*whole[:2], *(x if x is None else x[start : start + size] for x in whole[2:]))
-            logprobs, _ = train.forward(model, part)
+            logprobs, _ = train.forward(model, part, temperature)
             with torch.no_grad():
-                ref = train.forward(reference, part)[0] if reference else None
+                ref = train.forward(reference, part, temperature)[0] if reference else None
             part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
             some = answers[rows][start : start + size]
-            for name, paid, changed in ways(some) if size == G else [(f"GROUP_SIZE={size}", some, {})]:
-                with patch.multiple(train, GROUP_SIZE=size, **changed):
-                    part = train.add_advantages(part, paid)
-                    if part.advantages.any() or (reference and train.KL_COEF):
-                        loss, _ = train.objective(logprobs, part, 1.0)
-                        gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-                        found[name][place] += project(gradient) * size / G
+            smaller = [(f"GROUP_SIZE={size}", some, train.CREDIT, train.KL_COEF)]
+            for name, paid, credit, kl_coef in ways(some) if size == G else smaller:
+                part = train.add_advantages(part, paid, size, credit)
+                if part.advantages.any() or (reference and kl_coef):
+                    loss, _ = train.objective(logprobs, part, 1.0, kl_coef)
+                    gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+                    found[name][place] += project(gradient) * size / G
     return {SET: found[SET], **found}
 
 
@@ -159,10 +158,10 @@ def main():
 
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, seconds, clock = [], [], {"all": 0.0}, time.time()
-    for batch, answers in ask(model, questions):
+    for batch, answers in ask(model, questions, train.TEMPERATURE):
         check_grades(answers)
-        batch = train.add_advantages(batch, answers)
-        train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.0), [batch])
+        batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
+        train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch])
         spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
         seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
         rollouts.append((batch, answers))
@@ -170,10 +169,10 @@ def main():
 
     G = train.GROUP_SIZE
     sizes = [G, *(G // cut for cut in (2, 4) if G % cut == 0 and G // cut > train.BEST_OF)]
-    found = gradients(model, reference, rollouts, sizes)
+    found = gradients(model, reference, rollouts, sizes, train.TEMPERATURE)
+    as_set = lambda answers: [*ways(answers)][:1]  # noqa: E731
     for temperature in (factor * train.TEMPERATURE for factor in TEMPERATURES):
-        with patch.multiple(train, TEMPERATURE=temperature):
-            again = gradients(model, reference, list(ask(model, questions)), [G], lambda answers: [(SET, answers, {})])
+        again = gradients(model, reference, list(ask(model, questions, temperature)), [G], temperature, as_set)
         found[f"TEMPERATURE={temperature:g}"] = again[SET]
     report(found, kinds, seconds)
 
