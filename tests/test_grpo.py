@@ -277,9 +277,13 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("scale, best_of", [*product(SCALES, (1, 2))])
-@pytest.mark.parametrize("credit", ["piece", "answer"])
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+WAYS = [*product(grpo.LOSSES, ["piece", "answer"], SCALES, [1, 2])]  # of the later ones most are slow in sum
+
+
+@pytest.mark.parametrize(
+    "loss, credit, scale, best_of",
+    [pytest.param(*way, marks=[pytest.mark.slow] * (way[0] != "dapo" and way[2:] != ("none", 1))) for way in WAYS],
+)
 def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_settings):
     """Invariant 14. The better answer has the right letter at its end, worth 0.5, and the worse one more for its form,
     four tokens that are the same in both: by the sum over its tokens' advantages the better one would lose."""
