@@ -367,6 +367,41 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
         torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_groups_without_signal_leave_the_update_and_nothing_else(loss, toy_settings, monkeypatch):
+    """Without a KL they have no gradient, but their tokens count in the loss's normalizer and in all metrics."""
+    start, results, graded, forward = toy.model(), [], [], train.forward
+    toy_settings(LOSS=loss, EPOCHS=2, KL_COEF=0.0)
+    batches = toy.batches(start, toy.questions(8))
+    for batch in batches:
+        batch.advantages.view(len(batch.prompts), -1)[::2] = 0  # every other group
+    monkeypatch.setattr(
+        train, "forward", lambda *args: graded.append(torch.is_grad_enabled() * len(args[1].tokens)) or forward(*args)
+    )
+    for split in (lambda batch: [batch]), train.by_signal:
+        monkeypatch.setattr(train, "by_signal", split)
+        model = copy.deepcopy(start)
+        graded.clear()
+        metrics = train.update(model, None, torch.optim.SGD(model.parameters(), lr=0.5), batches)
+        results.append((metrics, list(model.parameters()), sum(graded)))
+    (expected, weights, whole), (metrics, parameters, rest) = results
+    paid = sum((len(batch.prompts) // 2) * train.GROUP_SIZE for batch in batches)
+    assert whole == 2 * sum(len(batch.tokens) for batch in batches) and rest == 2 * paid < whole
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6) and metrics["ratio_gap"] > 1e-4
+    torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)
+
+
+def test_a_step_without_signal_makes_no_update_and_is_sound(toy_settings):
+    toy_settings(KL_COEF=0.0)
+    model, [batch] = toy.model(), toy.batches(toy.model(), [q for q in toy.questions(8) if q.kind == "long"])
+    optimizer = train.make_optimizer(model)
+    assert train.update(model, None, optimizer, [batch])["grad_norm"] > 0
+    before = copy.deepcopy(list(model.parameters()))  # and the optimizer has momentum
+    metrics = train.update(model, None, optimizer, [batch._replace(advantages=0 * batch.advantages)])
+    assert all(map(torch.equal, model.parameters(), before))
+    assert (metrics["grad_norm"], metrics["skipped"], metrics["broken"]) == (0, 0, False) and metrics["entropy"] > 0
+
+
 def test_kl_estimators_and_their_gradients_are_as_documented():
     """Exactly averaged over the sampled token, of a distribution with six."""
     logits, ref_logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -62,6 +62,13 @@ def test_paid_for_the_first_letter_it_learns_the_first():
     assert share(model, min) > 0.9 and share(model, max) < 0.05
 
 
+def test_paid_by_shuffled_rewards_it_learns_nothing():
+    """Invariant 10: the same noise, which may move the weights, and no information."""
+    model = run(CONTROL="shuffle")
+    assert all(share(model, right) < 0.5 for right in (min, max))
+    assert abs(share(model, max, temperature=1.0) - share(model, min, temperature=1.0)) < 0.2
+
+
 def test_a_variant_is_run_here_and_nothing_stays_changed():
     table = variants.TABLES["letters"]
     table = table._replace(shared=table.shared | {"STEPS": 1, "BATCH_POSITIONS": 2})

@@ -52,7 +52,7 @@ def test_a_step_is_one_line_and_a_table_has_the_rows_of_all_its_columns():
     before, after = {"pawns": [0.25, 0.5, None]}, {"pawns": [1.25, 1.5, None], "loss": [None, 0.25]}
     lines = monitor.table({"before": before, "after": after})
     words = [" ".join(line.split()) for line in lines.splitlines()[1:]]  # of one value alone there is no interval
-    assert words == ["pawns 0.375 ± 1.589 1.375 ± 1.589 +1.000 ± 0.000", "loss 0.250"]
+    assert words == ["pawns 0.375 ± 1.589 1.375 ± 1.589 +1.000 ± 0.562", "loss 0.250"]
 
 
 def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
