@@ -16,9 +16,10 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
         (out / "model").mkdir(parents=True)
-        gain = 0 if given["CONTROL"] == "1" else 0.1 + 0.2 * int(given["SEED"])
-        skill = {"before": {"policy reward T=0": [0.5, 0.1]}, "after": {"policy reward T=0": [0.5 + gain, 0.1]}}
-        for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"machine": "m"}}.items():
+        gain = 0 if given["CONTROL"] == "shuffle" else 0.1 + 0.2 * int(given["SEED"])
+        skill = {title: {"policy reward T=0": [0.4 + x, 0.6 + x]} for title, x in (("before", 0), ("after", gain))}
+        about = {"machine": "m", "questions": {"policy": [int(given["SEED"]), 7]}}
+        for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
         return types.SimpleNamespace(returncode=0)
 
@@ -28,8 +29,9 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         monkeypatch.setattr("sys.argv", arguments)
         seeds.main()
         (tmp_path / "seeds.json").unlink()
-        assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out  # Student's
-        assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
+        row = "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 ± 65.8 |"  # Student's, and Wilson's of 0 of 2
+        assert row in capsys.readouterr().out
+        assert started == [(seed, control, "9") for control in ("none", "shuffle") for seed in "01"]
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
     seeds.main()
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
@@ -39,6 +41,22 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         seeds.main()
     assert "have no figure 'policy rewards T=0'" in capsys.readouterr().err
+
+
+def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
+    """Two runs that ask the same four questions, of which half gain, and two that ask different ones."""
+    tables = []
+    for names in ([[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 2, 3, 4], [5, 6, 7, 8]]):
+        folders, runs = [tmp_path / f"{names[1][0]}-{i}" for i in range(2)], []
+        for folder, asked, values in zip(folders, names, ([1, 1, 0, 0.02], [1, 1, 0, 0])):
+            folder.mkdir()
+            skill = {"before": {"q right T=0": [0, 0, 0, 0]}, "after": {"q right T=0": values}}
+            for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"questions": {"q": asked}}}.items():
+                (folder / f"{name}.json").write_text(json.dumps(content))
+            (folder / "model").mkdir()
+            runs.append(seeds.run(folder, []))
+        tables.append(seeds.table(runs, [], [seeds.shared(folders), {}]))
+    assert "| q right T=0 | 0.0 | 50.2 | +50.2 ± 48.8 |  |" in tables[0] and "+50.2 ± 3.2 |" in tables[1]
 
 
 def test_pass_at_k_counts_all_answers_to_a_question(monkeypatch, capsys):

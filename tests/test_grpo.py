@@ -229,7 +229,7 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     answers = [Answer(toy.Question("short", "?", 0), "", [3, 5], False, Grade(some, {})) for some in pieces]
     batch = Batch(*[None] * 2, torch.zeros(3, 2), *[None] * 3)
     toy_settings(CONTROL="shuffle", GROUP_SIZE=3)
-    found = [train.compare(batch, answers, f"{seed}/").advantages for seed in range(40)]
+    found = [train.add_advantages(batch, answers, 3, "piece", f"{seed}/").advantages for seed in range(40)]
     for paid in found:
         values = [(0.5, 0.2), (0.1, 0.8), (0.0, 0.0)]
         expected = []
@@ -241,7 +241,7 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     assert len({tuple(paid.flatten().tolist()) for paid in found}) == 6
     assert sum(found).abs().max() / 40 < 0.2  # no information on average
     toy_settings(CONTROL="zero")
-    assert not train.compare(batch, answers).advantages.any()
+    assert not train.add_advantages(batch, answers, 3, "piece").advantages.any()
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
@@ -277,9 +277,13 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("scale, best_of", [*product(SCALES, (1, 2))])
-@pytest.mark.parametrize("credit", ["piece", "answer"])
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+WAYS = [*product(grpo.LOSSES, ["piece", "answer"], SCALES, [1, 2])]  # of the later ones most are slow in sum
+
+
+@pytest.mark.parametrize(
+    "loss, credit, scale, best_of",
+    [pytest.param(*way, marks=[pytest.mark.slow] * (way[0] != "dapo" and way[2:] != ("none", 1))) for way in WAYS],
+)
 def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_settings):
     """Invariant 14. The better answer has the right letter at its end, worth 0.5, and the worse one more for its form,
     four tokens that are the same in both: by the sum over its tokens' advantages the better one would lose."""
@@ -348,7 +352,9 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
     toy_settings(LOSS=loss, EPOCHS=2, KL_COEF=0.1)
     reference, batches = copy.deepcopy(start), toy.batches(start, toy.questions(8))
     whole = max(len(batch.tokens) for batch in batches)
-    monkeypatch.setattr(train, "forward", lambda model, part: rows.append(len(part.tokens)) or forward(model, part))
+    monkeypatch.setattr(
+        train, "forward", lambda model, part, t: rows.append(len(part.tokens)) or forward(model, part, t)
+    )
     for most, largest in (1, {train.GROUP_SIZE}), (70, range(train.GROUP_SIZE + 1, whole)), (10**6, {whole}):
         toy_settings(MICROBATCH_TOKENS=most)
         model = copy.deepcopy(start)
@@ -361,6 +367,41 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
     for metrics, parameters in others:
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
         torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("loss", grpo.LOSSES)
+def test_groups_without_signal_leave_the_update_and_nothing_else(loss, toy_settings, monkeypatch):
+    """Without a KL they have no gradient, but their tokens count in the loss's normalizer and in all metrics."""
+    start, results, graded, forward = toy.model(), [], [], train.forward
+    toy_settings(LOSS=loss, EPOCHS=2, KL_COEF=0.0)
+    batches = toy.batches(start, toy.questions(8))
+    for batch in batches:
+        batch.advantages.view(len(batch.prompts), -1)[::2] = 0  # every other group
+    monkeypatch.setattr(
+        train, "forward", lambda *args: graded.append(torch.is_grad_enabled() * len(args[1].tokens)) or forward(*args)
+    )
+    for split in (lambda batch: [(batch, True)]), train.split_by_signal:
+        monkeypatch.setattr(train, "split_by_signal", split)
+        model = copy.deepcopy(start)
+        graded.clear()
+        metrics = train.update(model, None, [torch.optim.SGD(model.parameters(), lr=0.5)], batches)
+        results.append((metrics, list(model.parameters()), sum(graded)))
+    (expected, weights, whole), (metrics, parameters, rest) = results
+    paid = sum((len(batch.prompts) // 2) * train.GROUP_SIZE for batch in batches)
+    assert whole == 2 * sum(len(batch.tokens) for batch in batches) and rest == 2 * paid < whole
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6) and metrics["ratio_gap"] > 1e-4
+    torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)
+
+
+def test_a_step_without_signal_makes_no_update_and_is_sound(toy_settings):
+    toy_settings(KL_COEF=0.0)
+    model, [batch] = toy.model(), toy.batches(toy.model(), [q for q in toy.questions(8) if q.kind == "long"])
+    optimizers = train.make_optimizers(model)
+    assert train.update(model, None, optimizers, [batch])["grad_norm"] > 0
+    before = copy.deepcopy(list(model.parameters()))  # and the optimizer has momentum
+    metrics = train.update(model, None, optimizers, [batch._replace(advantages=0 * batch.advantages)])
+    assert all(map(torch.equal, model.parameters(), before))
+    assert (metrics["grad_norm"], metrics["skipped"], metrics["broken"]) == (0, 0, False) and metrics["entropy"] > 0
 
 
 def test_kl_estimators_and_their_gradients_are_as_documented():

@@ -1,6 +1,3 @@
-import math
-
-import numpy
 import pytest
 
 import toy
@@ -21,32 +18,21 @@ def test_metrics_are_means_over_the_answers_of_a_kind():
     assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
 
 
-@pytest.mark.parametrize("n, factor", [(2, 12.71), (6, 2.571), (11, 2.228), (31, 2.042), (1001, 1.962)])
-def test_intervals_are_students(n, factor):
-    values = numpy.random.default_rng(n).random(n).tolist()
-    half = factor * numpy.std(values, ddof=1) / numpy.sqrt(n)
-    found = monitor.interval(values)
-    assert found == (pytest.approx(numpy.mean(values)), pytest.approx(half, rel=0.01))
-    assert monitor.interval(values, [1] * n) == found == monitor.interval([*values, 0.0], [1] * n + [0])
-    assert monitor.interval([1.0]) == (1.0, math.inf)
-
-
-def test_the_interval_of_a_ratio_holds_what_it_says():
-    """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
-    rng, held = numpy.random.default_rng(0), 0
-    for _ in range(400):
-        moves = rng.integers(1, 60, 80)
-        share, half = monitor.interval(rng.binomial(moves, 0.1).tolist(), moves.tolist())
-        held += abs(share - 0.1) <= half
-    assert 360 <= held <= 395
-
-
 STATES = {
     "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1}, {"hit_limit": 0.9}, {"reward_max": -1}],
     "yellow": [{"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"reward": 0.1}]  # the last one falls
     + [{"hit_limit": 0.3}, {"structure": 0.5}, {"grad_norm": 11}],
     "green": [{}, {"frac_zero_std": 0.6, "reward": 0.9}],  # most questions are solved
 }
+
+
+def test_figures_are_in_the_order_of_the_prompts_with_gaps_where_there_is_no_value():
+    found = [("b", {"right": 1.0}), ("a", {}), ("c", {"right": 0.0, "pawns": 3.0})]
+    grades = [(prompt, Grade((("all", i / 4),), metrics)) for i, (prompt, metrics) in enumerate(found)]
+    answers = [Answer(toy.Question("k", prompt, 0), "", [], False, grade) for prompt, grade in grades]
+    expected = {"k reward": [0.25, 0.0, 0.5], "k right": [None, 1.0, 0.0], "k pawns": [None, None, 3.0]}
+    assert monitor.figures(answers) == monitor.figures(answers[::-1]) == expected
+    assert monitor.describe_answers(answers, 3)["k/right"] == 0.5
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -63,9 +49,10 @@ def test_a_step_is_one_line_and_a_table_has_the_rows_of_all_its_columns():
     assert (
         line == "step 8/80 reward 0.500 (a 0.25, b 0.75) kl 0.0000 zero-std 0% 0:05:10 left ● red\n  x"
     )  # evaluations counted
-    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, math.inf)}})
-    words = [" ".join(line.split()) for line in lines.splitlines()[1:]]
-    assert words == ["legal 0.500 ± 0.100 0.750 ± 0.100", "loss 0.250"]  # of one value alone there is no interval
+    before, after = {"pawns": [0.25, 0.5, None]}, {"pawns": [1.25, 1.5, None], "loss": [None, 0.25]}
+    lines = monitor.table({"before": before, "after": after})
+    words = [" ".join(line.split()) for line in lines.splitlines()[1:]]  # of one value alone there is no interval
+    assert words == ["pawns 0.375 ± 1.589 1.375 ± 1.589 +1.000 ± 0.562", "loss 0.250"]
 
 
 def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):

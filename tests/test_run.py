@@ -146,7 +146,7 @@ class Killed(BaseException):
     """As SIGKILL: no handler of errors sees it."""
 
 
-RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, EPOCHS=2, LR=0.01, LR_SCHEDULE="cosine")
+RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, EPOCHS=2, LR=0.01, LR_SCHEDULE="cosine", CONTROL="shuffle")
 # The moments at which a run is killed: the nth call of a function, counted from the start of the run.
 MOMENTS = [(train, "evaluate", 1), (train, "evaluate", 2), (train, "sample", 2), (train, "update", 4)]
 MOMENTS += [(monitor, "open_log", 1), (monitor, "progress_line", 1), (torch, "save", 2), (os, "replace", 2)]

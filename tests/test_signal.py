@@ -43,11 +43,10 @@ def test_noise_alone_and_one_heavy_answer_are_no_signal():
 def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     """Summed over the questions they are the step's; the pieces' sum up to them; groups of two are paid as such."""
     model = toy.model()
-    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(12))), (4, 2))
+    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(12), 1.0)), (4, 2), 1.0)
     assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "GROUP_SIZE=2"}
-    batches = [
-        train.add_advantages(*part, train.GROUP_SIZE, train.CREDIT) for part in signal.ask(model, toy.questions(12))
-    ]
+    parts = signal.ask(model, toy.questions(12), 1.0)
+    batches = [train.add_advantages(*part, train.GROUP_SIZE, train.CREDIT) for part in parts]
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
     monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)

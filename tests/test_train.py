@@ -78,7 +78,7 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
 
 def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_run, monkeypatch, tmp_path):
     scores = {0: 0.0, 2: 0.9, 4: 0.5, 6: 0.1, 8: 0.1, 9: 0.2}
-    figures = lambda *args: {f"kind reward T={t}": (scores[args[-1]], 0.0) for t in (0, 1)}  # noqa: E731
+    figures = lambda *args: {f"kind reward T={t}": [scores[args[-1]]] for t in (0, 1)}  # noqa: E731
     monkeypatch.setattr(train, "evaluate", figures)
     toy_run(STEPS=9, EVAL_EVERY=2, SAVE_EVERY=3)
     assert sorted(folder.name for folder in (tmp_path / "out").glob(STEP)) == [f"step-{n:06d}" for n in (2, 8, 9)]
@@ -111,7 +111,7 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings, tmp_path):
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     for t in (0, 1):
         answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]
-        expected = monitor.intervals(train.graded(toy, answers))
+        expected = monitor.figures(train.graded(toy, answers))
         assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
 
 
@@ -121,6 +121,20 @@ def test_training_asks_about_its_own_side_and_each_step_draws_anew(toy_run, monk
     first, second = toy_run(STEPS=2, EVAL_POSITIONS=5, OVERFIT=True, CONTROL="zero")
     assert {n: items for n, items in asked} == {4: {*range(100)}, 5: {*range(100, 120)}} and len(asked) == 4
     assert first["reward"] != second["reward"]  # the same questions and weights, other answers
+
+
+def test_each_seed_draws_its_own_held_out_questions_and_names_them(toy_run, tmp_path):
+    asked = {}
+    for out, changes in {"a": dict(SEED=0), "b": dict(SEED=1), "c": dict(SEED=0, STEPS=1)}.items():
+        toy_run(out, EVAL_POSITIONS=9, **changes)
+        asked[out] = json.loads((tmp_path / out / "run.json").read_text())["questions"]
+        skill = json.loads((tmp_path / out / "skill.json").read_text())
+        assert all(len(skill[title][f"{k} reward T=1"]) == len(asked[out][k]) for k in asked[out] for title in skill)
+    assert asked["a"] == asked["c"] != asked["b"]
+    toy_run("c", EVAL_POSITIONS=9, SEED=0, STEPS=2)  # resumed
+    assert json.loads((tmp_path / "c" / "run.json").read_text())["questions"] == asked["a"]
+    files = [json.loads((tmp_path / out / "skill.json").read_text()) for out in "ac"]
+    assert files[0]["before"] == files[1]["before"]
 
 
 def test_in_bf16_the_sampler_follows_the_weights(toy_run):

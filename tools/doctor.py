@@ -61,13 +61,11 @@ def prepare(count):
     return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 
-def ask(model, questions):
+def ask(model, questions, temperature):
     """What a step has before its update: (Batch, Answers) of each kind."""
-    sampler, noise = (
-        model.inference_copy(model.dtype),
-        train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED),
-    )
-    for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise):
+    sampler = model.inference_copy(model.dtype)
+    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
+    for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise):
         yield batch, graded(train.task, part)
 
 
@@ -77,7 +75,7 @@ def run_checks(model, reference, optimizers, questions):
     if found.figures["broken"]:
         return
     yield computing(model, questions[0])
-    rollouts = list(ask(model, questions))
+    rollouts = list(ask(model, questions, train.TEMPERATURE))
     samples = [answer for _, part in rollouts for answer in part]
     check_grades(samples)
     batches = [train.add_advantages(batch, part, train.GROUP_SIZE, train.CREDIT) for batch, part in rollouts]
@@ -93,9 +91,8 @@ def run_checks(model, reference, optimizers, questions):
 
     @torch.no_grad()
     def logprobs():  # (tokens,)
-        return torch.cat(
-            [train.forward(model, part, train.TEMPERATURE)[0][part.completion_mask].float() for part in parts]
-        )
+        rows = [(train.forward(model, part, train.TEMPERATURE)[0], part.completion_mask) for part in parts]
+        return torch.cat([found[mask].float() for found, mask in rows])
 
     before, old = logprobs(), copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
