@@ -100,8 +100,7 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 
 
 def compare(batch, answers, seed=""):
-    """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group. `seed`
-    is for CONTROL=shuffle."""
+    """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group."""
     T = batch.tokens.shape[1]
     if CREDIT == "piece":
         values, judged = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
@@ -148,8 +147,7 @@ def microbatch_tokens(model):
 
 
 def by_signal(batch):
-    """The batch in two: groups of which no token has an advantage have no gradient but the KL's. Without a KL they need
-    only the forward pass, for the metrics, a third of the work."""
+    """Without a KL, groups whose advantages are all zero have no gradient: apart, as metrics need only their forward."""
     signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | (KL_COEF > 0)  # (B,)
     parts = [groups.nonzero()[:, 0] for groups in (signal, ~signal)]
     return [batch.select(part, batch.prompts.shape[1], batch.tokens.shape[1]) for part in parts if len(part)]
@@ -299,8 +297,7 @@ def start():
         refuse(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
                f"{len(held_out)} held out; give more of them.")  # fmt: skip
     make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
-    rng = random.Random(f"{SEED}/held-out")  # other seeds ask other questions
-    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), rng, model.config)
+    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     parameters = sum(p.numel() for p in model.parameters())
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
         f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
