@@ -7,7 +7,6 @@ Every loss is a sum divided by a `normalizer` of the whole batch, so microbatche
 
 import functools
 import math
-import random
 from bisect import bisect_right
 
 import numpy as np
@@ -44,14 +43,6 @@ def credit(rewards, ends, tokens):
             for start, end in spans:
                 judged[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), names[name]] = 1
     return torch.from_numpy(values), torch.from_numpy(judged)
-
-
-def shuffled(values, group_size, seeds):
-    """CONTROL=shuffle: the answers of a group are paid each other's values (N, K), all pieces of an answer together, by
-    a uniformly random permutation for each of the B `seeds`; the tokens that a piece judges stay. A control has the
-    noise of its run and on average no gradient, as an answer may keep its own: else it were paid against its worth."""
-    orders = torch.tensor([random.Random(seed).sample(range(group_size), group_size) for seed in seeds])  # (B, G)
-    return values[(torch.arange(len(seeds))[:, None] * group_size + orders).flatten()]
 
 
 def advantages(values, group_size, scale="none", best_of=1):

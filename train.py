@@ -55,7 +55,7 @@ BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step",
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
-CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see grpo.shuffled", one_of=("none", "zero", "shuffle"))
+CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
@@ -106,8 +106,8 @@ def compare(batch, answers, seed=""):
         values, judged = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
     else:
         values, judged = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
-    if CONTROL == "shuffle":  # by the prompt, so that it does not matter which process has the group
-        values = grpo.shuffled(values, GROUP_SIZE, [seed + a.question.prompt for a in answers[::GROUP_SIZE]])
+    if CONTROL == "shuffle":
+        values = values[task_file.shuffled(answers, GROUP_SIZE, seed)]
     advantages = grpo.advantages(values, GROUP_SIZE, SCALE_REWARDS, BEST_OF) * (CONTROL != "zero")
     return batch._replace(advantages=grpo.token_advantages(advantages, judged).to(batch.tokens.device))  # (N, T)
 
