@@ -7,12 +7,10 @@ Every loss is a sum divided by a `normalizer` of the whole batch, so microbatche
 
 import functools
 import math
-import random
 from bisect import bisect_right
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "gspo")
@@ -47,16 +45,6 @@ def credit(rewards, ends, tokens):
     return torch.from_numpy(values), torch.from_numpy(judged)
 
 
-def shuffled(values, group_size, seeds):
-    """CONTROL=shuffle: in each group the values (N, K) of answers, all pieces of an answer together, change places by a
-    uniformly random permutation, one for each of the B `seeds`. The tokens that a piece judges stay those of the answer
-    itself. So a control has the rewards and the noise of its run, and on average no gradient: whatever it gains, no
-    reward has taught. Some answers keep their own value. If none did, each would be paid against what it earned.
-    """
-    orders = torch.tensor([random.Random(seed).sample(range(group_size), group_size) for seed in seeds])  # (B, G)
-    return values[(torch.arange(len(seeds))[:, None] * group_size + orders).flatten()]
-
-
 def advantages(values, group_size, scale="none", best_of=1):
     """Values (N, K) of the pieces of N rewards against the mean of their group -> advantages (N, K).
 
@@ -64,26 +52,24 @@ def advantages(values, group_size, scale="none", best_of=1):
     several pieces by the root of their summed variances, as their sum may be constant. "none" does not: dividing would
     favour prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO).
 
-    The other two weigh what is rare. With values sorted, the step from one to the next is multiplied by a weight that
-    depends on the number c of the G answers above it. This keeps their order, whatever the values' sign.
-    scale="mean": G / c. A piece that is w or 0 gets w (v - mean) / mean, the gradient of w log P(v = w) (MaxRL, arXiv
-    2602.02710). Any other piece gets that of ∫ log P(v > x) dx, in both cases to order G - 1 in 1 - P.
-    best_of=k: C(G-1-c, k-1) / C(G-1, k-1). A value becomes the mean, over all groups of k that its answer is in, of the
-    best value: 1/k - 1/G times the gradient of E[best of k] (Walder & Karkhanis, 2025, Pass@K Policy Optimization).
-    The k lowest of a group are paid alike. Both: "mean" divides by the chance that one of k is above, not c / G.
-
-    Each piece is weighed alone. By the rank of the whole reward, words would be paid for other words of their answer.
+    The others weigh what is rare: with values sorted, a step that c of the G answers are above counts with a weight.
+    The order stays, whatever the signs. Each piece is weighed alone, so no word is paid for the rank of other words.
+    "mean"     G / c: a piece that is w or 0 gets w (v - mean) / mean, the gradient of w log P(v = w), any other that
+               of ∫ log P(v > x) dx, both to order G - 1 in 1 - P (MaxRL, arXiv 2602.02710)
+    best_of=k  C(G-1-c, k-1) / C(G-1, k-1): v becomes the mean, over all k answers of which it is one, of the best one:
+               1/k - 1/G times the gradient of E[best of k] (Walder & Karkhanis, 2025). The k lowest are paid alike
+    both       best_of's weight over the chance that one of k is above: ∫ log P(best of k > x) dx
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
     alike = groups.amax(1) - groups.amin(1) <= 1e-6  # else the mean's rounding error is divided by nearly 0
     if scale == "mean" or best_of > 1:
-        G, k, weights = group_size, best_of, []
-        for c in range(G - 1, 0, -1):
-            chance = 1 - math.comb(G - c, k) / math.comb(G, k) if scale == "mean" else 1
-            weights.append(math.comb(G - 1 - c, k - 1) / math.comb(G - 1, k - 1) / chance)
-        ordered, order = groups.sort(1)
-        steps = ordered.diff(dim=1) * torch.tensor(weights)[:, None]  # (B, G - 1, K)
-        groups = groups.scatter(1, order, F.pad(steps.cumsum(1), (0, 0, 1, 0)))  # the lowest is 0
+        G, k, C, above = group_size, best_of, math.comb, range(group_size - 1, 0, -1)
+        weights = [C(G - 1 - c, k - 1) / C(G - 1, k - 1) for c in above]
+        if scale == "mean":
+            weights = [weight / (1 - C(G - c, k) / C(G, k)) for weight, c in zip(weights, above)]
+        ordered, order = groups.sort(1)  # (B, G, K)
+        steps = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0, *weights])[:, None]
+        groups = groups.scatter(1, order, steps.cumsum(1))
     result = groups - groups.mean(1, keepdim=True)
     if scale == "std":
         result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)

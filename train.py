@@ -54,7 +54,7 @@ BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step",
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
-CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see grpo.shuffled", one_of=("none", "zero", "shuffle"))
+CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
@@ -105,8 +105,8 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
         values, piece_mask = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
     else:
         values, piece_mask = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
-    if CONTROL == "shuffle":  # by the prompt, so that it does not matter which process has the group
-        values = grpo.shuffled(values, group_size, [seed + a.question.prompt for a in answers[::group_size]])
+    if CONTROL == "shuffle":
+        values = values[task_file.shuffled(answers, group_size, seed)]
     advantages = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
     advantages = grpo.token_advantages(advantages, piece_mask) * (CONTROL != "zero")
     return batch._replace(advantages=advantages.to(batch.tokens.device))
@@ -147,8 +147,8 @@ def microbatch_tokens(model):
 
 
 def split_by_signal(batch):
-    """[(groups in which a token has an advantage, True), (the other groups, False)]. Without a KL the others have no
-    gradient: they need the forward pass alone, for the metrics, which is a third of the work."""
+    """[(groups in which a token has an advantage, True), (other groups, False)]. Without a KL the others have no gradient,
+    and need only their forward pass, for the metrics."""
     signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | (KL_COEF > 0)  # (B,)
     shape = batch.prompts.shape[1], batch.tokens.shape[1]
     return [(batch.select((signal == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in signal]
@@ -309,8 +309,7 @@ def start():
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
     make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
-    rng = random.Random(f"{SEED}/held-out")  # other seeds ask other questions
-    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), rng, model.config)
+    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     parameters = sum(p.numel() for p in model.parameters())
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
         f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip

@@ -109,6 +109,16 @@ def graded(task, answers):
     return [a._replace(grade=task.grade(a.question, a.text, a.hit_limit)) for a in answers]
 
 
+def shuffled(answers, group_size, seed):
+    """CONTROL=shuffle: for each answer the place of the one in its group whose values it is paid, all pieces together;
+    the tokens that a piece judges stay its own. A uniformly random permutation leaves a control the rewards and the
+    noise of its run, and on average no gradient: whatever it gains, no reward has taught. An answer may keep its own
+    values; if none did, each would be paid against what it earned. The prompt and `seed` decide, so that it does not
+    matter which process has the group."""
+    orders = [Random(seed + a.question.prompt).sample(range(group_size), group_size) for a in answers[::group_size]]
+    return [group * group_size + place for group, order in enumerate(orders) for place in order]
+
+
 def check_grades(answers):
     """Holds grades against the contract: an evaluation's, of which the first comes before the first step."""
     for answer in answers:

@@ -10,7 +10,7 @@ from torch.distributions import Categorical, kl_divergence
 import grpo
 import toy
 import train
-from nanorook.task import Grade
+from nanorook.task import Grade, shuffled
 from rollout import Answer, Batch
 
 N, T, GROUP, LIMIT = 8, 12, 4, 20
@@ -213,13 +213,13 @@ def test_a_better_answer_is_never_paid_less(scale, best_of):
 
 
 def test_shuffled_rewards_are_those_of_the_group_in_any_order():
-    values = torch.arange(24.0).view(12, 2)
-    orders = []
+    answers, orders = [Answer(toy.Question("short", f"{b}?", 0), "", [], False) for b in range(4) for _ in range(3)], []
     for seed in range(600):
-        found = grpo.shuffled(values, 3, [f"{seed}/{b}" for b in range(4)])
-        assert torch.equal(found.view(4, 3, 2).sort(1)[0], values.view(4, 3, 2))  # no answer's pieces are parted
-        assert torch.equal(found, grpo.shuffled(values, 3, [f"{seed}/{b}" for b in range(4)]))
-        orders += [tuple(order) for order in (found[:, 0].view(4, 3) / 2 % 3).tolist()]
+        found = shuffled(answers, 3, f"{seed}/")
+        assert found == shuffled(answers[:6], 3, f"{seed}/") + [6 + i for i in shuffled(answers[6:], 3, f"{seed}/")]
+        groups = [found[i : i + 3] for i in range(0, 12, 3)]
+        assert [sorted(group) for group in groups] == [[3 * b, 3 * b + 1, 3 * b + 2] for b in range(4)]
+        orders += [tuple(place % 3 for place in group) for group in groups]
     counts = Counter(orders)  # six orders, also that in which each keeps its own
     assert len(counts) == 6 and all(330 < count < 470 for count in counts.values())
 
