@@ -24,7 +24,7 @@ START = Path(__file__).parent.parent / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 RUNAWAY = 0.3  # the reward of a function or an answer without an end is multiplied by this
 
-HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what stands before the answer for the compiler, and what it is
+HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer goes on from, and its type
 TESTS = ((5, 3), (2, 7), (-4, 1), (6, -2), (4, 4), (-3, -8))
 CALLS = ocaml([list(pair) for pair in TESTS])
 FIRST = {  # the words of a question, what they mean, the right OCaml, and what a careless writer writes as often

@@ -145,7 +145,9 @@ let definition = function
   | { pstr_desc = Pstr_value (recursive, bindings); _ } -> all (binding recursive) bindings
   | _ -> raise Refused
 
-let phrase = function Ptop_def items -> all definition items | Ptop_dir _ -> raise Refused
+let definitions text =
+  let of_phrase = function Ptop_def items -> all definition items; items | Ptop_dir _ -> raise Refused in
+  List.concat_map of_phrase (parse text)
 
 (* The value of an argument, which the task wrote as a constant of OCaml. *)
 let rec value e =
@@ -182,15 +184,15 @@ let rec call t f arguments =
 
 (* Prints how far the program came, each stage before its own code runs, which may never end. *)
 let judge scope program signature calls =
-  match let phrases = parse program in all phrase phrases; phrases with
+  match definitions program with
   | exception _ -> print_string "syntax"
-  | phrases ->
+  | items ->
     let f, t =
       match (lone_expression ("(" ^ signature ^ ")")).pexp_desc with
       | Pexp_constraint ({ pexp_desc = Pexp_ident { txt = Lident f; _ }; _ }, t) -> f, t
       | _ -> failwith signature
     in
-    match List.fold_left execute scope (phrases @ parse ("let " ^ signature ^ " = " ^ f)) with
+    match execute scope (Ptop_def (items @ definitions ("let " ^ signature ^ " = " ^ f))) with
     | exception _ -> print_string "type"
     | _ ->
       print_endline "run";
@@ -213,8 +215,9 @@ let grade scope own =
 
 (* What comes from a grade until it ends or has had its share: bytes, and waits of 0.1 seconds. They are counted and not
    timed, so that a machine that was asleep does not make a program late. *)
+let bytes = Bytes.create 65536
+
 let rec collect pipe text waits =
-  let bytes = Bytes.create 65536 in
   if waits = 0 || String.length text > 65536 then text
   else
     match Unix.select [ pipe ] [] [] 0.1 with
@@ -239,6 +242,8 @@ let rec serve scope =
 
 let () =
   let scope = List.fold_left execute nothing (parse prelude) in
-  Gc.(compact (); set { (get ()) with space_overhead = 1000 }); (* a grade is short, and what it marks has to be copied *)
+  Gc.(set { (get ()) with minor_heap_size = 32768; space_overhead = 1000 }); (* each page that a grade touches is copied *)
+  Gc.compact ();
+  (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* before it is relied on *)
   print_endline "ready";
   serve scope

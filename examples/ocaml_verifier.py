@@ -1,21 +1,20 @@
-"""OCaml as a verifier: does a program parse, does its function have the type, and what does that return?
+"""OCaml as a verifier: does a program parse, does its function have the right type, and what does it return?
 
 What a model writes is a stranger's code. Two walls stand between it and everything else:
 
-- **The inner wall is an allow-list.** Before a program is compiled, ocaml_verifier.ml walks its syntax tree and refuses
-  all that is not named there. What is left has no effects and nothing that can be changed: constants, variables, functions,
-  `let`, `if`, `match` without guards, tuples, lists, and the pure functions of a prelude. A program that is refused gets the
-  Verdict of one that does not parse, so it earns what other nonsense earns.
-- **The outer wall is for a program that gets through the inner one all the same**, by a bug of the compiler for example. Each
-  grade has a process of its own, forked from a prepared one, without root's rights, in namespaces of its own: no network,
-  no other process, and of the file system only OCaml, which it cannot write to. Few system calls are left to it. Memory,
-  files, processes, output and time have bounds.
+- The inner wall is an allow-list. Before a program is compiled, ocaml_verifier.ml walks its syntax tree and refuses
+  whatever it does not name. What remains has no effects, and nothing in it can change: constants, variables, `fun`,
+  `let`, `if`, `match` without guards, tuples, lists, and the functions of a prelude. The Verdict on a program that is
+  refused is the one on text that does not parse, so it earns nothing.
+- The outer wall is for a program that gets through the inner one all the same, by a bug of the compiler for example.
+  Each program has a process of its own, forked from a prepared one. It has no rights of root and sees no network, no
+  process outside and no file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files
+  and output have bounds. It needs bubblewrap and a kernel that lets a user make namespaces; without, a warning says
+  so, and what remains of this wall is the process, its bounds, and another user's rights if this one is root.
 
-A program that broke through the inner wall could thus still give itself any grade. It could not give one to another:
-when its code begins to run, its process has left the pipes to Python and holds one pipe only, which says what became of
-this very program. It can neither signal nor trace the process that it was forked from, and ends with its grade.
-
-The outer wall needs bubblewrap and a kernel that lets a user make namespaces. Where either is missing, a warning says so.
+A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
+else behind the outer wall: the pipes to Python are closed before it runs, and its own pipe is read as what became of
+this one program. It cannot signal or trace the process that it was forked from, and it is killed after its grade.
 """
 
 import errno
@@ -36,16 +35,25 @@ from nanorook.settings import fail
 
 SOURCE = Path(__file__).with_suffix(".ml")
 OCAML = "-noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
-BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # see 0.25 in the .ml for the time
+BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # bytes; those of time are in the .ml
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --new-session --cap-drop ALL".split()
-
-SYSTEM_CALLS = {  # the machine's number for seccomp; what OCaml needs there: read, write, open, mmap, fork, wait, ...
-    "x86_64": (0xC000003E, "0 1 2 3 4 5 6 8 9 10 11 12 13 14 15 17 21 22 23 25 28 32 33 38 39 57 59 60 61 62 63 79 89 97 "
-                           "99 131 158 202 217 218 228 231 257 262 267 269 270 273 292 293 318 334 439", 56, 302),
-    "aarch64": (0xC00000B7, "17 23 24 48 56 57 59 61 62 63 64 67 72 78 79 80 93 94 96 98 99 103 113 129 132 134 135 139 "
-                            "160 172 179 214 215 216 221 222 226 233 260 278 291 293 439", 220, 261),
-}  # fmt: skip
+SYSTEM_CALLS = {  # of a machine: its number in seccomp, then of what OCaml calls, of clone and of prlimit64
+    "x86_64": (
+        0xC000003E,
+        "0 1 2 3 4 5 6 8 9 10 11 12 13 14 15 17 21 22 23 25 28 32 33 38 39 57 59 60 61 62 63 79 89 97 99 131 158 202 "
+        "217 218 228 231 257 262 267 269 270 273 292 293 318 334 439",
+        56,
+        302,
+    ),
+    "aarch64": (
+        0xC00000B7,
+        "17 23 24 48 56 57 59 61 62 63 64 67 72 78 79 80 93 94 96 98 99 103 113 129 132 134 135 139 160 172 179 214 "
+        "215 216 221 222 226 233 260 278 291 293 439",
+        220,
+        261,
+    ),
+}
 
 
 class Verdict(NamedTuple):
@@ -120,52 +128,68 @@ def stop():
 
 @cache
 def wall_stands():
-    """Whether the outer wall can be built on this machine."""
+    """Whether this machine can build the outer wall."""
     if not shutil.which("ocaml"):
         fail("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
-    why = "bubblewrap is not installed"
-    if shutil.which("bwrap"):
-        output, errors = start(SOURCE, True, stderr=subprocess.PIPE).communicate(b"")
+    why = "bubblewrap is not installed" if not shutil.which("bwrap") else ""
+    if platform.machine() not in SYSTEM_CALLS:
+        why = f"the system calls of {platform.machine()} are not listed"
+    if not why:
+        output, errors = start(SOURCE, walled=True, stderr=subprocess.PIPE).communicate(b"")
         if output == b"ready\n":
             return True
-        why = (errors.decode(errors="replace").strip() or "no reason was given").splitlines()[-1]
-    message = f"warning: OCaml runs without its outer wall ({why}); what keeps programs from your files is the inner one."
-    print(message, file=sys.stderr, flush=True)
+        why = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    print(f"warning: OCaml runs without its outer wall, which cannot be built here: {why}", file=sys.stderr, flush=True)
     return False
 
 
 def start(source, walled, stderr=subprocess.DEVNULL):
-    """Runs a file of OCaml in the toplevel with its bounds, and where `walled` within the outer wall."""
-    programs = {name: shutil.which(name) for name in ("prlimit", "ocamlrun", "ocaml")}
-    with open(source, "rb") as code, tempfile.TemporaryFile() as calls:
-        command, file = [], f"/dev/fd/{code.fileno()}"
+    """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
+    ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
+    with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
+        command, file = without_rights(), f"/dev/fd/{code.fileno()}"  # nobody may not be able to reach it by its path
         if walled:
-            calls.write(system_call_filter())
-            calls.seek(0)
-            linked = subprocess.run(["ldd", programs["prlimit"], programs["ocamlrun"]], capture_output=True, text=True)
-            library = subprocess.run(["ocamlc", "-where"], capture_output=True, text=True).stdout.strip()
-            file = "/judge.ml"
-            command = [*WALL, "--seccomp", str(calls.fileno()), "--ro-bind-data", str(code.fileno()), file]
-            for path in sorted({*programs.values(), *re.findall(r"(/\S+) \(", linked.stdout), library}):
+            seccomp.write(system_call_filter())
+            seccomp.seek(0)
+            command = [
+                *command,
+                *WALL,
+                "--seccomp",
+                str(seccomp.fileno()),
+                "--ro-bind-data",
+                str(code.fileno()),
+                "/judge",
+            ]
+            libraries = re.findall(r"(/\S+) \(", output_of("ldd", ocamlrun, prlimit))
+            for path in [*programs, *libraries, output_of("ocamlc", "-where").strip()]:
                 command += ["--ro-bind", path, path]
-            command += ["--remount-ro", "/"]
-        command += [programs["prlimit"], *BOUNDS, *["--nproc=2"] * walled]  # the prepared process and that of a grade
-        command += [programs["ocamlrun"], programs["ocaml"], *OCAML, file]
-        if os.geteuid() == 0:
-            command = [*NOBODY, *command]
-        return subprocess.Popen(
-            command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, pass_fds=[code.fileno(), calls.fileno()], start_new_session=True,
-        )
+            command, file = [*command, "--remount-ro", "/"], "/judge"
+        command += [prlimit, *BOUNDS, *["--nproc=2"] * walled, ocamlrun, ocaml, *OCAML, file]  # its own and a grade's
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
+        files = [code.fileno(), seccomp.fileno()]
+        return subprocess.Popen(command, cwd="/", pass_fds=files, start_new_session=True, **pipes)  # without our Ctrl-C
+
+
+def output_of(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def without_rights():
+    """What stands before a command to run it without the rights of root."""
+    dropped = os.geteuid() == 0 and subprocess.run([*NOBODY, "true"], capture_output=True).returncode == 0
+    return NOBODY if dropped else []
 
 
 def system_call_filter():
-    """A program for seccomp: all system calls fail but those of SYSTEM_CALLS, so none traces a process, for example, or
-    opens a socket. To make a process is allowed, but not in new namespaces; to set limits, but only one's own."""
-    machine, allowed, clone, prlimit = SYSTEM_CALLS[platform.machine()]
-    allow, fail = (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | errno.ENOSYS)
-    program = [(0x20, 0, 0, 4), (0x15, 1, 0, machine), fail, (0x20, 0, 0, 0)]  # loads the machine, then the call
-    for number in allowed.split():
-        program += [(0x15, 0, 1, int(number)), allow]
-    for number, forbidden in ((clone, 0x7E020000), (prlimit, 0xFFFFFFFF)):  # bits of the first argument
-        program += [(0x15, 0, 4, number), (0x20, 0, 0, 16), (0x45, 1, 0, forbidden), allow, fail]
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, fail])
+    """A program for seccomp. All system calls fail except those that OCaml needs: none traces a process or opens a
+    socket. Clone fails with flags for new namespaces, prlimit for another process."""
+    machine, needed, clone, prlimit = SYSTEM_CALLS[platform.machine()]
+    load, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06  # each instruction: code, jump if true, jump if false, operand
+    allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050000 | errno.ENOSYS)
+    program = [(load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0)]  # loads the machine, then the call
+    for number in map(int, needed.split()):
+        program += [(equal, 0, 1, number), allow]
+    for number, bits in ((clone, 0x7E020000), (prlimit, 0xFFFFFFFF)):  # that have to be 0 in the first argument
+        program += [(equal, 0, 4, number), (load, 0, 0, 16), (any_bit, 0, 1, bits), refuse, allow]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, refuse])
