@@ -87,43 +87,49 @@ let constant = function
   | Pconst_integer (_, None) | Pconst_float (_, None) | Pconst_char _ | Pconst_string (_, _, _) -> ()
   | _ -> raise Refused
 
+let plain = all (fun a -> if a.attr_name.txt <> "ocaml.doc" then raise Refused) (* a comment, (** like this *) *)
+
 let rec core_type t =
-  match t.ptyp_desc, t.ptyp_attributes with
-  | (Ptyp_any | Ptyp_var _), [] -> ()
-  | Ptyp_arrow (Nolabel, t, u), [] -> core_type t; core_type u
-  | Ptyp_tuple ts, [] -> all core_type ts
-  | Ptyp_poly ([], t), [] -> core_type t (* how the parser writes the type of `let f : t = ...` *)
-  | Ptyp_constr ({ txt = Lident ("int" | "float" | "bool" | "char" | "string" | "unit" | "list" | "option"); _ }, ts), [] ->
+  plain t.ptyp_attributes;
+  match t.ptyp_desc with
+  | Ptyp_any | Ptyp_var _ -> ()
+  | Ptyp_arrow (Nolabel, t, u) -> core_type t; core_type u
+  | Ptyp_tuple ts -> all core_type ts
+  | Ptyp_poly ([], t) -> core_type t (* how the parser writes the type of `let f : t = ...` *)
+  | Ptyp_constr ({ txt = Lident ("int" | "float" | "bool" | "char" | "string" | "unit" | "list" | "option"); _ }, ts) ->
     all core_type ts
   | _ -> raise Refused
 
 let rec pattern p =
-  match p.ppat_desc, p.ppat_attributes with
-  | (Ppat_any | Ppat_var _ | Ppat_construct (_, None)), [] -> ()
-  | (Ppat_constant c), [] -> constant c
-  | Ppat_interval (c, d), [] -> constant c; constant d
-  | (Ppat_alias (p, _) | Ppat_construct ({ txt = Lident _; _ }, Some ([], p))), [] -> pattern p
-  | Ppat_or (p, q), [] -> pattern p; pattern q
-  | Ppat_tuple ps, [] -> all pattern ps
-  | Ppat_constraint (p, t), [] -> pattern p; core_type t
+  plain p.ppat_attributes;
+  match p.ppat_desc with
+  | Ppat_any | Ppat_var _ -> ()
+  | Ppat_constant c -> constant c
+  | Ppat_interval (c, d) -> constant c; constant d
+  | Ppat_construct ({ txt = Lident _; _ }, None) -> ()
+  | Ppat_alias (p, _) | Ppat_construct ({ txt = Lident _; _ }, Some ([], p)) -> pattern p
+  | Ppat_or (p, q) -> pattern p; pattern q
+  | Ppat_tuple ps -> all pattern ps
+  | Ppat_constraint (p, t) -> pattern p; core_type t
   | _ -> raise Refused
 
 let rec expression e =
-  match e.pexp_desc, e.pexp_attributes with
-  | Pexp_ident id, [] -> name id
-  | Pexp_constant c, [] -> constant c
-  | Pexp_construct ({ txt = Lident _; _ }, e), [] -> Option.iter expression e
-  | Pexp_tuple es, [] -> all expression es
-  | Pexp_apply (f, es), [] -> expression f; all (fun (label, e) -> unlabelled label; expression e) es
-  | Pexp_fun (label, None, p, e), [] -> unlabelled label; pattern p; expression e
-  | Pexp_function cases, [] -> all case cases
-  | Pexp_match (e, cases), [] -> expression e; all case cases
-  | Pexp_ifthenelse (e, f, g), [] -> all expression (e :: f :: Option.to_list g)
-  | Pexp_let (recursive, bindings, e), [] -> all (binding recursive) bindings; expression e
-  | Pexp_constraint (e, t), [] -> expression e; core_type t
+  plain e.pexp_attributes;
+  match e.pexp_desc with
+  | Pexp_ident id -> name id
+  | Pexp_constant c -> constant c
+  | Pexp_construct ({ txt = Lident _; _ }, e) -> Option.iter expression e
+  | Pexp_tuple es -> all expression es
+  | Pexp_apply (f, es) -> expression f; all (fun (label, e) -> unlabelled label; expression e) es
+  | Pexp_fun (label, None, p, e) -> unlabelled label; pattern p; expression e
+  | Pexp_function cases -> all case cases
+  | Pexp_match (e, cases) -> expression e; all case cases
+  | Pexp_ifthenelse (e, f, g) -> expression e; expression f; Option.iter expression g
+  | Pexp_let (recursive, bindings, e) -> all (binding recursive) bindings; expression e
+  | Pexp_constraint (e, t) -> expression e; core_type t
   | _ -> raise Refused
 
-and unlabelled = function Asttypes.Nolabel -> () | _ -> raise Refused
+and unlabelled label = if label <> Asttypes.Nolabel then raise Refused
 
 and case c =
   if c.pc_guard <> None then raise Refused;
@@ -131,11 +137,12 @@ and case c =
   expression c.pc_rhs
 
 and binding recursive b =
-  if b.pvb_attributes <> [] || recursive = Asttypes.Recursive && not (is_function b.pvb_expr) then raise Refused;
+  plain b.pvb_attributes;
+  if recursive = Asttypes.Recursive && not (is_function b.pvb_expr) then raise Refused;
   pattern b.pvb_pat;
   expression b.pvb_expr
 
-and is_function e = (* a list that holds itself has no end *)
+and is_function e = (* else it could hold itself *)
   match e.pexp_desc with
   | Pexp_fun _ | Pexp_function _ -> true
   | Pexp_constraint (e, _) -> is_function e
@@ -159,7 +166,10 @@ let rec value e =
     Obj.repr (value x :: Obj.obj (value rest))
   | Pexp_construct ({ txt = Lident "true"; _ }, None) -> Obj.repr true
   | Pexp_construct (_, None) -> Obj.repr 0 (* false, [] and () *)
-  | Pexp_tuple es -> Obj.repr (Array.of_list (List.map value es))
+  | Pexp_tuple es ->
+    let block = Obj.new_block 0 (List.length es) in (* an array of numbers would not be a tuple of them *)
+    List.iteri (fun i e -> Obj.set_field block i (value e)) es;
+    block
   | _ -> failwith "this is not an argument"
 
 (* A result as JSON. *)
@@ -170,10 +180,12 @@ let rec show t v =
   | Ptyp_constr ({ txt = Lident "bool"; _ }, []) -> string_of_bool (Obj.obj v)
   | Ptyp_constr ({ txt = Lident "float"; _ }, []) -> Printf.sprintf "%.17g" (Obj.obj v)
   | Ptyp_constr ({ txt = Lident "string"; _ }, []) ->
-    let escaped c = if c < ' ' || c = '"' || c = '\\' then Printf.sprintf "\\u%04x" (Char.code c) else String.make 1 c in
-    "\"" ^ String.concat "" (List.map escaped (List.of_seq (String.to_seq (Obj.obj v)))) ^ "\""
+    let shown = Buffer.create 80 in
+    let add c = if c < ' ' || c = '"' || c = '\\' then Printf.bprintf shown "\\u%04x" (Char.code c) else Buffer.add_char shown c in
+    String.iter add (Obj.obj v);
+    "\"" ^ Buffer.contents shown ^ "\""
   | Ptyp_constr ({ txt = Lident "list"; _ }, [ t ]) -> together (List.map (show t) (Obj.obj v))
-  | Ptyp_tuple ts -> together (List.map2 show ts (Array.to_list (Obj.obj v)))
+  | Ptyp_tuple ts -> together (List.mapi (fun i t -> show t (Obj.field v i)) ts)
   | _ -> failwith "a result of this type cannot be shown"
 
 let rec call t f arguments =

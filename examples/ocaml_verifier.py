@@ -131,10 +131,11 @@ def wall_stands():
     """Whether this machine can build the outer wall."""
     if not shutil.which("ocaml"):
         fail("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
-    why = "bubblewrap is not installed" if not shutil.which("bwrap") else ""
-    if platform.machine() not in SYSTEM_CALLS:
+    if not all(map(shutil.which, ("bwrap", "ldd", "ocamlc"))):
+        why = "bubblewrap, ldd or ocamlc is not installed"
+    elif platform.machine() not in SYSTEM_CALLS:
         why = f"the system calls of {platform.machine()} are not listed"
-    if not why:
+    else:
         output, errors = start(SOURCE, walled=True, stderr=subprocess.PIPE).communicate(b"")
         if output == b"ready\n":
             return True
@@ -147,7 +148,7 @@ def start(source, walled, stderr=subprocess.DEVNULL):
     """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
     ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
     with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
-        command, file = without_rights(), f"/dev/fd/{code.fileno()}"  # nobody may not be able to reach it by its path
+        command, file = [*without_rights()], f"/dev/fd/{code.fileno()}"  # nobody may not be able to reach it by its path
         if walled:
             seccomp.write(system_call_filter())
             seccomp.seek(0)
@@ -165,9 +166,9 @@ def start(source, walled, stderr=subprocess.DEVNULL):
                 command += ["--ro-bind", path, path]
             command, file = [*command, "--remount-ro", "/"], "/judge"
         command += [prlimit, *BOUNDS, *["--nproc=2"] * walled, ocamlrun, ocaml, *OCAML, file]  # its own and a grade's
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
-        files = [code.fileno(), seccomp.fileno()]
-        return subprocess.Popen(command, cwd="/", pass_fds=files, start_new_session=True, **pipes)  # without our Ctrl-C
+        options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
+        options |= dict(cwd="/", env={"PATH": os.environ["PATH"]}, start_new_session=True)  # without our Ctrl-C
+        return subprocess.Popen(command, pass_fds=[code.fileno(), seccomp.fileno()], **options)
 
 
 def output_of(*command):
