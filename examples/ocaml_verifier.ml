@@ -58,6 +58,9 @@ end
 
 let parse text = !Toploop.parse_use_file (Lexing.from_string text)
 
+let largest = 65536 (* bytes that a pipe holds, and so of what a grade may write *)
+let bytes = Bytes.create largest
+
 let lone_expression text =
   match parse text with
   | [ Parsetree.(Ptop_def [ { pstr_desc = Pstr_eval (e, _); _ } ]) ] -> e
@@ -199,63 +202,56 @@ let judge scope program signature calls =
   match definitions program with
   | exception _ -> print_string "syntax"
   | items ->
-    let f, t =
-      match (lone_expression ("(" ^ signature ^ ")")).pexp_desc with
-      | Pexp_constraint ({ pexp_desc = Pexp_ident { txt = Lident f; _ }; _ }, t) -> f, t
-      | _ -> failwith signature
-    in
-    match execute scope (Ptop_def (items @ definitions ("let " ^ signature ^ " = " ^ f))) with
+    let last = definitions signature in
+    match execute scope (Ptop_def (items @ last)) with
     | exception _ -> print_string "type"
     | _ ->
       print_endline "run";
+      let f, t =
+        match last with
+        | [ { pstr_desc = Pstr_value (_, [ { pvb_pat = { ppat_desc = Ppat_constraint (
+            { ppat_desc = Ppat_var f; _ }, { ptyp_desc = Ptyp_poly (_, t); _ }); _ }; _ } ]); _ } ] -> f.txt, t
+        | _ -> failwith signature
+      in
       let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
-      print_endline ("[" ^ String.concat "," (List.map result (Obj.obj (value (lone_expression calls)))) ^ "]")
+      let results = "[" ^ String.concat "," (List.map result (Obj.obj (value (lone_expression calls)))) ^ "]" in
+      if String.length results < largest then print_endline results
 
-(* The process that is forked for a grade. What it reads and writes by now is all that it has: it leaves the pipes to Python
-   before the program is read, and can write to a pipe of its own alone. When its time is over, the kernel ends it. *)
+(* The process that is forked for a grade. It leaves the pipes to Python before it looks at the program, and from then on
+   can write only to a pipe of its own. When its time is over, the kernel ends it. *)
 let grade scope own =
   match String.split_on_char ';' (read_line ()) with
-  | exception End_of_file -> Unix._exit 0 (* Python has ended *)
+  | exception End_of_file -> () (* Python has ended *)
   | lengths ->
     let parts = List.map (fun length -> really_input_string stdin (int_of_string length)) lengths in
     Unix.(dup2 own stdout; close own; close stdin);
-    print_endline "";
     ignore Unix.(setitimer ITIMER_PROF { it_interval = 0.; it_value = 0.25 });
-    (match parts with [ program; signature; calls ] -> judge scope program signature calls | _ -> failwith "no request");
-    flush stdout;
-    Unix._exit 0
+    match parts with
+    | [ program; signature; calls ] -> judge scope program signature calls
+    | _ -> failwith "a request has three parts"
 
-(* What comes from a grade until it ends or has had its share: bytes, and waits of 0.1 seconds. They are counted and not
-   timed, so that a machine that was asleep does not make a program late. *)
-let bytes = Bytes.create 65536
-
-let rec collect pipe text waits =
-  if waits = 0 || String.length text > 65536 then text
-  else
-    match Unix.select [ pipe ] [] [] 0.1 with
-    | [], _, _ -> collect pipe text (waits - 1)
-    | _ ->
-      let count = Unix.read pipe bytes 0 65536 in
-      if count = 0 then text else collect pipe (text ^ Bytes.sub_string bytes 0 count) (waits - 1)
-
+(* The next process is there before it gets its request. What it wrote is read when it has ended; if it wrote more than the
+   pipe holds, or does not end, Python ends them all. *)
 let rec serve scope =
   let pipe, own = Unix.pipe () in
   match Unix.fork () with
-  | 0 -> Unix.close pipe; grade scope own
+  | 0 ->
+    Unix.close pipe;
+    grade scope own;
+    flush stdout;
+    Unix._exit 0
   | process ->
     Unix.close own;
-    if Unix.read pipe (Bytes.create 1) 0 1 = 0 then exit 0; (* it waits for a request, ready before that comes *)
-    let text = collect pipe "" 100 in
-    Unix.kill process Sys.sigkill;
     ignore (Unix.waitpid [] process);
+    let count = Unix.read pipe bytes 0 largest in
     Unix.close pipe;
-    Printf.printf "%d\n%s%!" (String.length text) text;
+    Printf.printf "%d\n%s%!" count (Bytes.sub_string bytes 0 count);
     serve scope
 
 let () =
   let scope = List.fold_left execute nothing (parse prelude) in
   Gc.(set { (get ()) with minor_heap_size = 32768; space_overhead = 1000 }); (* each page that a grade touches is copied *)
   Gc.compact ();
-  (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* before it is relied on *)
+  (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* if it cannot, it ends *)
   print_endline "ready";
   serve scope

@@ -22,11 +22,14 @@ import json
 import os
 import platform
 import re
+import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -35,9 +38,12 @@ from nanorook.settings import fail
 
 SOURCE = Path(__file__).with_suffix(".ml")
 OCAML = "-noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
-BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # bytes; those of time are in the .ml
+BOUNDS = (
+    f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()
+)  # bytes; 0.25 seconds of CPU time are in the .ml
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
-WALL = "bwrap --unshare-all --as-pid-1 --new-session --cap-drop ALL".split()
+WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
+WAITS = 100  # of 0.1 seconds for a program; they are counted so that a machine that sleeps does not make it late
 SYSTEM_CALLS = {  # of a machine: its number in seccomp, then of what OCaml calls, of clone and of prlimit64
     "x86_64": (
         0xC000003E,
@@ -68,7 +74,8 @@ def judge(program, signature, calls):
     """The Verdict on the definitions of a program, one of them of the function in signature, "f : int -> int".
 
     calls has the arguments of each call, as in ocaml([[3], [4]])."""
-    parts = [part.encode(errors="replace") for part in (program, signature, calls)]
+    definition = f"let {signature} = {signature.partition(':')[0]}"  # is typed last
+    parts = [part.encode(errors="replace") for part in (program, definition, calls)]
     request = ";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts)
     answer = ask(request)
     if answer is None:
@@ -101,10 +108,13 @@ def ask(request):
     try:
         process.stdin.write(request)
         process.stdin.flush()
+        if not any(select.select([process.stdout], [], [], 0.1)[0] for _ in range(WAITS)):
+            stop()
+            return b""
         return process.stdout.read(int(process.stdout.readline()))
     except BaseException as error:
-        stop()  # else an answer that was not read would be taken for that to the next request
-        if isinstance(error, (BrokenPipeError, ValueError)):  # there is no line to read
+        stop()  # else an answer that was not read would be taken for the one to the next request
+        if isinstance(error, (BrokenPipeError, ValueError)):  # no line could be read
             return None
         raise
 
@@ -119,11 +129,16 @@ def toplevel():
 
 
 def stop():
-    """Ends the process; the next program gets a new one."""
+    """Ends the process and all that it started; the next program gets a new one."""
     if toplevel.cache_info().currsize:
-        toplevel().kill()
-        toplevel().communicate()
+        end(toplevel())
         toplevel.cache_clear()
+
+
+def end(process):
+    with suppress(ProcessLookupError):  # it has died before
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()
 
 
 @cache
@@ -136,10 +151,11 @@ def wall_stands():
     elif platform.machine() not in SYSTEM_CALLS:
         why = f"the system calls of {platform.machine()} are not listed"
     else:
-        output, errors = start(SOURCE, walled=True, stderr=subprocess.PIPE).communicate(b"")
-        if output == b"ready\n":
+        process = start(SOURCE, walled=True, stderr=subprocess.PIPE)
+        ready = process.stdout.readline() == b"ready\n"
+        why = end(process)[1].decode(errors="replace").strip().rpartition("\n")[2]
+        if ready:
             return True
-        why = errors.decode(errors="replace").strip().rpartition("\n")[2]
     print(f"warning: OCaml runs without its outer wall, which cannot be built here: {why}", file=sys.stderr, flush=True)
     return False
 
@@ -148,7 +164,10 @@ def start(source, walled, stderr=subprocess.DEVNULL):
     """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
     ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
     with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
-        command, file = [*without_rights()], f"/dev/fd/{code.fileno()}"  # nobody may not be able to reach it by its path
+        command, file = (
+            [*without_rights()],
+            f"/dev/fd/{code.fileno()}",
+        )  # nobody may not be able to reach it by its path
         if walled:
             seccomp.write(system_call_filter())
             seccomp.seek(0)

@@ -91,11 +91,12 @@ def canary(open_folder):
 
 
 @pytest.fixture
-def outer_wall_alone(changed_verifier):
+def outer_wall_alone(changed_verifier, monkeypatch):
     """The verifier without its inner wall, and with a second for each program instead of ten."""
     if not wall_stands():
         pytest.skip("the kernel refuses the namespaces of the outer wall")
-    changed_verifier("all definition items; items", "items", 'collect pipe "" 100', 'collect pipe "" 10')
+    changed_verifier("all definition items; items", "items")
+    monkeypatch.setattr(ocaml_verifier, "WAITS", 10)
 
 
 def test_held_out_questions_are_other_compositions_of_the_same_words():
@@ -303,7 +304,7 @@ def test_a_gigabyte_of_output_is_cut_off():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 50_000
 
 
-ATTACKS = {  # bodies that need no inner wall to be against them: their results, or () where they are ended
+ATTACKS = {  # bodies for the outer wall alone: their results, or () and "late" where they are ended
     ' Stdlib.Sys.remove "CANARY"; 7': (None, None),
     ' Stdlib.close_out (Stdlib.open_out "CANARY"); 7': (None, None),
     ' Stdlib.close_out (Stdlib.open_out "/tmp/x"); 7': (None, None),
@@ -324,9 +325,9 @@ ATTACKS = {  # bodies that need no inner wall to be against them: their results,
     " Stdlib.read_line () |> String.length": (None, None),
     " Stdlib.Bytes.length (Stdlib.Bytes.create 4000000000)": (None, None),
     " Stdlib.exit 0": (),
-    " let _ = Unix.select [] [] [] 100. in 7": (),
-    " Unix.(setitimer ITIMER_PROF {it_interval = 0.; it_value = 0.}); while 1 < 2 do () done; 7": (),
-    " while 1 < 2 do Stdlib.print_string (String.make 1000 'x') done; 7": (),
+    " let _ = Unix.select [] [] [] 100. in 7": "late",
+    " Unix.(setitimer ITIMER_PROF {it_interval = 0.; it_value = 0.}); while 1 < 2 do () done; 7": "late",
+    " while 1 < 2 do Stdlib.print_string (String.make 1000 'x') done; 7": "late",  # the pipe is full
     ' Stdlib.print_endline "[8, 8]"; Unix._exit 0': (8, 8),  # its own grade is what it can forge
     " List.length (Stdlib.Obj.magic 1000)": (),
     ' Toploop.setvalue "max" (Stdlib.Obj.repr (fun _ _ -> 7)); 7': (7, 7),
@@ -341,11 +342,12 @@ ATTACKS = {  # bodies that need no inner wall to be against them: their results,
 @needs_ocaml
 @pytest.mark.parametrize("body", ATTACKS)
 def test_the_outer_wall_alone_holds(body, canary, outer_wall_alone):
-    process = toplevel().pid
+    process, wanted = toplevel().pid, ATTACKS[body]
     verdict = run(body.replace("CANARY", str(canary)))
-    assert verdict[:3] == (True, True, ATTACKS[body] == ()) and ATTACKS[body] in (None, verdict.results)
-    assert a_right_answer_is_right() and toplevel().pid == process
-    assert three_processes()[0] == process
+    assert verdict.ran_away == (wanted in ((), "late"))
+    assert wanted in (None, "late") or verdict.results == wanted
+    assert a_right_answer_is_right() and (toplevel().pid == process) == (wanted != "late")
+    three_processes()
 
 
 @needs_wall
