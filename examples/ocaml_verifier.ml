@@ -4,7 +4,7 @@
 let nothing = Stdlib.(!) Toploop.toplevel_env (* the toplevel was started with -nopervasives, so no name is in scope *)
 open Stdlib
 
-(* All that a program can name. No value of these types can be changed once it is made, and no function has an effect. *)
+(* All that a program can name. No function here has an effect, and none gives a value that could be changed. *)
 let prelude = {|
 external ( ~- ) : int -> int = "%negint"
 external ( + ) : int -> int -> int = "%addint"
@@ -58,9 +58,6 @@ end
 
 let parse text = !Toploop.parse_use_file (Lexing.from_string text)
 
-let largest = 65536 (* bytes that a pipe holds, and so of what a grade may write *)
-let bytes = Bytes.create largest
-
 let lone_expression text =
   match parse text with
   | [ Parsetree.(Ptop_def [ { pstr_desc = Pstr_eval (e, _); _ } ]) ] -> e
@@ -72,9 +69,9 @@ let execute scope phrase =
   if Toploop.execute_phrase false Format.err_formatter phrase then !Toploop.toplevel_env
   else failwith "it ended with an exception"
 
-(* The inner wall: the syntax tree of a program has only the nodes below. What is not here is refused: all that brings in
-   foreign code (external), what can be changed (mutable fields, arrays, lazy values, and the guards that could look at
-   it), other modules, new types, objects, exceptions that are caught, extensions and attributes. *)
+(* The inner wall: a syntax tree may have the nodes that are named below, and no other. So a program cannot bring in
+   foreign code (external) or other modules, define types, catch exceptions, or change a value: there are no mutable
+   fields, arrays, lazy values or objects. Nor are there guards, extensions, or attributes other than comments. *)
 
 exception Refused
 
@@ -90,7 +87,7 @@ let constant = function
   | Pconst_integer (_, None) | Pconst_float (_, None) | Pconst_char _ | Pconst_string (_, _, _) -> ()
   | _ -> raise Refused
 
-let plain = all (fun a -> if a.attr_name.txt <> "ocaml.doc" then raise Refused) (* a comment, (** like this *) *)
+let plain = all (fun a -> if a.attr_name.txt <> "ocaml.doc" then raise Refused) (* the parser's name for a comment *)
 
 let rec core_type t =
   plain t.ptyp_attributes;
@@ -127,6 +124,7 @@ let rec expression e =
   | Pexp_fun (label, None, p, e) -> unlabelled label; pattern p; expression e
   | Pexp_function cases -> all case cases
   | Pexp_match (e, cases) -> expression e; all case cases
+  | Pexp_sequence (e, f) -> expression e; expression f
   | Pexp_ifthenelse (e, f, g) -> expression e; expression f; Option.iter expression g
   | Pexp_let (recursive, bindings, e) -> all (binding recursive) bindings; expression e
   | Pexp_constraint (e, t) -> expression e; core_type t
@@ -153,6 +151,7 @@ and is_function e = (* else it could hold itself *)
 
 let definition = function
   | { pstr_desc = Pstr_value (recursive, bindings); _ } -> all (binding recursive) bindings
+  | { pstr_desc = Pstr_attribute { attr_name = { txt = "ocaml.text"; _ }; _ }; _ } -> () (* a comment, too *)
   | _ -> raise Refused
 
 let definitions text =
@@ -184,7 +183,10 @@ let rec show t v =
   | Ptyp_constr ({ txt = Lident "float"; _ }, []) -> Printf.sprintf "%.17g" (Obj.obj v)
   | Ptyp_constr ({ txt = Lident "string"; _ }, []) ->
     let shown = Buffer.create 80 in
-    let add c = if c < ' ' || c = '"' || c = '\\' then Printf.bprintf shown "\\u%04x" (Char.code c) else Buffer.add_char shown c in
+    let add = function
+      | ('\000' .. '\031' | '"' | '\\') as c -> Printf.bprintf shown "\\u%04x" (Char.code c)
+      | c -> Buffer.add_char shown c
+    in
     String.iter add (Obj.obj v);
     "\"" ^ Buffer.contents shown ^ "\""
   | Ptyp_constr ({ txt = Lident "list"; _ }, [ t ]) -> together (List.map (show t) (Obj.obj v))
@@ -215,10 +217,12 @@ let judge scope program signature calls =
       in
       let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
       let results = "[" ^ String.concat "," (List.map result (Obj.obj (value (lone_expression calls)))) ^ "]" in
-      if String.length results < largest then print_endline results
+      if String.length results < 60000 then print_endline results (* else it would wait for room in its pipe *)
 
-(* The process that is forked for a grade. It leaves the pipes to Python before it looks at the program, and from then on
-   can write only to a pipe of its own. When its time is over, the kernel ends it. *)
+let written = Bytes.create 65536 (* what a pipe holds, and so the most that a process may write *)
+
+(* What a forked process does: it judges one program. It closes the pipes to Python before it looks at the program; from
+   then on it can write to a pipe of its own, and nowhere else. When its time is over, the kernel ends it. *)
 let grade scope own =
   match String.split_on_char ';' (read_line ()) with
   | exception End_of_file -> () (* Python has ended *)
@@ -230,8 +234,8 @@ let grade scope own =
     | [ program; signature; calls ] -> judge scope program signature calls
     | _ -> failwith "a request has three parts"
 
-(* The next process is there before it gets its request. What it wrote is read when it has ended; if it wrote more than the
-   pipe holds, or does not end, Python ends them all. *)
+(* Each process is forked before its request comes. What it wrote is read when it has ended; if it does not end, Python
+   ends this one as well. *)
 let rec serve scope =
   let pipe, own = Unix.pipe () in
   match Unix.fork () with
@@ -243,15 +247,15 @@ let rec serve scope =
   | process ->
     Unix.close own;
     ignore (Unix.waitpid [] process);
-    let count = Unix.read pipe bytes 0 largest in
+    let count = Unix.read pipe written 0 (Bytes.length written) in
     Unix.close pipe;
-    Printf.printf "%d\n%s%!" count (Bytes.sub_string bytes 0 count);
+    Printf.printf "%d\n%s%!" count (Bytes.sub_string written 0 count);
     serve scope
 
 let () =
   let scope = List.fold_left execute nothing (parse prelude) in
-  Gc.(set { (get ()) with minor_heap_size = 32768; space_overhead = 1000 }); (* each page that a grade touches is copied *)
+  Gc.(set { (get ()) with minor_heap_size = 32768; space_overhead = 1000 }); (* a page that a fork touches is copied *)
   Gc.compact ();
-  (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* if it cannot, it ends *)
+  (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* fails before "ready" *)
   print_endline "ready";
   serve scope

@@ -38,9 +38,7 @@ from nanorook.settings import fail
 
 SOURCE = Path(__file__).with_suffix(".ml")
 OCAML = "-noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
-BOUNDS = (
-    f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()
-)  # bytes; 0.25 seconds of CPU time are in the .ml
+BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # of CPU time there are 0.25 seconds
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
 WAITS = 100  # of 0.1 seconds for a program; they are counted so that a machine that sleeps does not make it late
@@ -71,10 +69,10 @@ class Verdict(NamedTuple):
 
 @lru_cache(2**16)  # many answers of a step are the same
 def judge(program, signature, calls):
-    """The Verdict on the definitions of a program, one of them of the function in signature, "f : int -> int".
+    """The Verdict on a program, which has to define the function that signature names with its type, "f : int -> int".
 
     calls has the arguments of each call, as in ocaml([[3], [4]])."""
-    definition = f"let {signature} = {signature.partition(':')[0]}"  # is typed last
+    definition = f"let {signature} = {signature.partition(':')[0]}"  # comes last, so that the type is not the program's
     parts = [part.encode(errors="replace") for part in (program, definition, calls)]
     request = ";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts)
     answer = ask(request)
@@ -108,10 +106,11 @@ def ask(request):
     try:
         process.stdin.write(request)
         process.stdin.flush()
-        if not any(select.select([process.stdout], [], [], 0.1)[0] for _ in range(WAITS)):
-            stop()
-            return b""
-        return process.stdout.read(int(process.stdout.readline()))
+        in_time = any(select.select([process.stdout], [], [], 0.1)[0] for _ in range(WAITS))
+        answer = process.stdout.read(int(process.stdout.readline())) if in_time else b""
+        if not answer:
+            stop()  # it may not have read all of the request
+        return answer
     except BaseException as error:
         stop()  # else an answer that was not read would be taken for the one to the next request
         if isinstance(error, (BrokenPipeError, ValueError)):  # no line could be read

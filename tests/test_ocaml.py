@@ -42,7 +42,7 @@ def processes(pid):
 
 
 def three_processes():
-    """bubblewrap, the process that was prepared, and the one that waits for a program, which may still be on its way."""
+    """bubblewrap, the process that was prepared, and the one that waits for a program, which may take a moment."""
     while len(found := processes(toplevel().pid)) < 3:
         time.sleep(0.01)
     assert len(found) == 3
@@ -92,11 +92,11 @@ def canary(open_folder):
 
 @pytest.fixture
 def outer_wall_alone(changed_verifier, monkeypatch):
-    """The verifier without its inner wall, and with a second for each program instead of ten."""
+    """The verifier without its inner wall, and with half a second for a program instead of ten."""
     if not wall_stands():
         pytest.skip("the kernel refuses the namespaces of the outer wall")
     changed_verifier("all definition items; items", "items")
-    monkeypatch.setattr(ocaml_verifier, "WAITS", 10)
+    monkeypatch.setattr(ocaml_verifier, "WAITS", 5)
 
 
 def test_held_out_questions_are_other_compositions_of_the_same_words():
@@ -141,20 +141,19 @@ ORDINARY = [  # a program, its function, the arguments of each call, the results
         [[[1, 4], [2, 3]], [[], [-7]]],
         [[1, 2, 3, 4], [-7]],
     ),
-    (
-        "let square x = x *. x\nlet f = function (a, b), true -> sqrt (square a +. square b), not true | _ -> 0.5, true",
-        "f : (float * float) * bool -> float * bool",
-        [[((3.0, 4.0), True)], [((1e-9, 0.0), False)]],
-        [[5.0, False], [0.5, True]],
-    ),
-    (
-        "let shout s = String.uppercase_ascii s ^ \"!\"\nlet f l = l |> List.filter (fun s -> s.[0] <> 'b') |> List.map shout",
-        "f : string list -> string list",
-        [[["a", "bee", 'é"\n\0']], [[""]]],
-        [["A!", 'é"\n\0!'], None],
-    ),
+    ("let square x = x *. x\n"
+     "let f = function (a, b), true -> sqrt (square a +. square b), not true | _ -> 0.5, true",
+     "f : (float * float) * bool -> float * bool",
+     [[((3.0, 4.0), True)], [((1e-9, 0.0), False)]],
+     [[5.0, False], [0.5, True]]),
+    ("let shout s = String.uppercase_ascii s ^ \"!\"\n"
+     "let f l = l |> List.filter (fun s -> s.[0] <> 'b') |> List.map shout",
+     "f : string list -> string list",
+     [[["a", "bee", 'é"\n\0']], [[""]]],
+     [["A!", 'é"\n\0!'], None]),
     ("let f l = match l with [] -> failwith \"empty\" | x :: _ -> x", "f : int list -> int", [[[]], [[3]]], [None, 3]),
-    ("(** Documented. *)\nlet f n = let rec go i acc = if i > n then acc else go (i + 1) (acc + i) in go 1 0",
+    ("(** A text. *)\n\n(** Sums. *)\n"
+     "let f n = let rec go i sum = if i > n then sum else go (i + 1) (sum + i) in go 1 0",
      "f : int -> int", [[100]], [5050]),
 ]  # fmt: skip
 
@@ -205,8 +204,6 @@ REFUSED_EXPRESSIONS = [
     " Unix.fork ()",
     ' Unix.unlink "CANARY"; 7',
     ' Toploop.setvalue "f" (Stdlib.Obj.repr 7); 7',
-    " String.unsafe_get (String.make 1 'x') 9; 7",
-    " a; b",
     " while true do () done; 7",
     " for i = 1 to 2 do () done; a",
     " [|a|].(0)",
@@ -252,11 +249,9 @@ def test_the_inner_wall_refuses(body, canary):
 @needs_ocaml
 def test_what_the_inner_wall_refuses_is_held_by_the_outer_one(canary, outer_wall_alone):
     assert run(ESCAPE).results != ()  # so that the test is one: here it does read memory
-    process = toplevel().pid
     for body in REFUSED:
-        verdict = run(body.replace("CANARY", str(canary)))
-        assert a_right_answer_is_right(), (body, verdict)
-    assert toplevel().pid == process
+        run(body.replace("CANARY", str(canary)))
+        assert a_right_answer_is_right(), body
 
 
 TYPE_BOMB = " let d = fun x -> (x, x) in " + "let d = fun x -> d (d x) in " * 8 + "let _ = d a in 0"
@@ -264,6 +259,7 @@ HARMLESS = {  # bodies that the inner wall lets through: how far they come, or t
     " exit 0": "type",
     ' print_endline "run"': "type",
     " ref a": "type",
+    " String.unsafe_get (String.make 1 'x') 9": "type",
     " (a : string)": "type",
     " a / 0": (None, None),
     " raise Not_found": (None, None),
@@ -304,7 +300,10 @@ def test_a_gigabyte_of_output_is_cut_off():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 50_000
 
 
-ATTACKS = {  # bodies for the outer wall alone: their results, or () and "late" where they are ended
+FORGERY = """ for file = 2 to 40 do
+  try let _ = Unix.write_substring (Stdlib.Obj.magic file) "9\nrun\n[7,7]\n" 0 12 in () with _ -> ()
+  done; 7"""
+ATTACKS = {  # bodies for the outer wall alone: their results; () and "late" where the kernel or Python ends them
     ' Stdlib.Sys.remove "CANARY"; 7': (None, None),
     ' Stdlib.close_out (Stdlib.open_out "CANARY"); 7': (None, None),
     ' Stdlib.close_out (Stdlib.open_out "/tmp/x"); 7': (None, None),
@@ -331,23 +330,20 @@ ATTACKS = {  # bodies for the outer wall alone: their results, or () and "late" 
     ' Stdlib.print_endline "[8, 8]"; Unix._exit 0': (8, 8),  # its own grade is what it can forge
     " List.length (Stdlib.Obj.magic 1000)": (),
     ' Toploop.setvalue "max" (Stdlib.Obj.repr (fun _ _ -> 7)); 7': (7, 7),
-    ' for fd = 2 to 40 do try let _ = Unix.write_substring (Stdlib.Obj.magic fd) "9\\nrun\\n[7,7]\\n" 0 12 in () with _ -> () done; 7': (
-        7,
-        7,
-    ),  # noqa: E501
+    FORGERY: (7, 7),
 }
 
 
 @needs_wall
 @needs_ocaml
-@pytest.mark.parametrize("body", ATTACKS)
-def test_the_outer_wall_alone_holds(body, canary, outer_wall_alone):
-    process, wanted = toplevel().pid, ATTACKS[body]
-    verdict = run(body.replace("CANARY", str(canary)))
-    assert verdict.ran_away == (wanted in ((), "late"))
-    assert wanted in (None, "late") or verdict.results == wanted
-    assert a_right_answer_is_right() and (toplevel().pid == process) == (wanted != "late")
-    three_processes()
+def test_the_outer_wall_alone_holds(canary, outer_wall_alone):
+    for body, wanted in ATTACKS.items():
+        process = toplevel().pid
+        verdict = run(body.replace("CANARY", str(canary)))
+        assert verdict.ran_away == (wanted in ((), "late")), body
+        assert wanted in ("late", verdict.results), body
+        assert a_right_answer_is_right() and (toplevel().pid == process) == (wanted != "late"), body
+        three_processes()
 
 
 @needs_wall
@@ -429,19 +425,20 @@ def made(rng, depth, poison=None):
 
 def judge_made(count, canary):
     """Judges programs made at random, half of them with a node that is refused, and after each a right answer."""
-    process, rng = toplevel().pid, random.Random(0)
+    rng = random.Random(0)
     for i in range(count):
         poison = rng.choice(REFUSED_EXPRESSIONS).replace("CANARY", str(canary)) if i % 2 else None
         body = " " + made(rng, rng.randrange(4), poison)
         yield bool(poison), run(body)
         assert a_right_answer_is_right(), body
-    assert toplevel().pid == process
 
 
 @needs_ocaml
 def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(canary):
+    process = toplevel().pid
     for refused, verdict in judge_made(300, canary):
-        assert verdict == Verdict() if refused else verdict.parses
+        assert verdict == Verdict() if refused else verdict.typed
+    assert toplevel().pid == process
 
 
 @needs_wall
