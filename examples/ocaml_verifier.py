@@ -163,26 +163,17 @@ def start(source, walled, stderr=subprocess.DEVNULL):
     """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
     ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
     with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
-        command, file = (
-            [*without_rights()],
-            f"/dev/fd/{code.fileno()}",
-        )  # nobody may not be able to reach it by its path
+        # a descriptor, as nobody may not be allowed to follow its path
+        command, file = list(without_rights()), f"/dev/fd/{code.fileno()}"
         if walled:
             seccomp.write(system_call_filter())
             seccomp.seek(0)
-            command = [
-                *command,
-                *WALL,
-                "--seccomp",
-                str(seccomp.fileno()),
-                "--ro-bind-data",
-                str(code.fileno()),
-                "/judge",
-            ]
             libraries = re.findall(r"(/\S+) \(", output_of("ldd", ocamlrun, prlimit))
+            command += [*WALL, "--seccomp", str(seccomp.fileno())]
             for path in [*programs, *libraries, output_of("ocamlc", "-where").strip()]:
                 command += ["--ro-bind", path, path]
-            command, file = [*command, "--remount-ro", "/"], "/judge"
+            command += ["--ro-bind-data", str(code.fileno()), "/judge", "--remount-ro", "/"]
+            file = "/judge"
         command += [prlimit, *BOUNDS, *["--nproc=2"] * walled, ocamlrun, ocaml, *OCAML, file]  # its own and a grade's
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         options |= dict(cwd="/", env={"PATH": os.environ["PATH"]}, start_new_session=True)  # without our Ctrl-C
