@@ -13,7 +13,7 @@ import random
 from itertools import permutations, product
 from pathlib import Path
 
-from examples.ocaml_verifier import judge
+from examples.ocaml_verifier import judge, ocaml
 from examples.start import make_start_model
 from nanorook.task import Grade, Question
 
@@ -24,8 +24,9 @@ START = Path(__file__).parent.parent / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 RUNAWAY = 0.3  # the reward of a function or an answer without an end is multiplied by this
 
-HEAD = "let f : int -> int -> int = fun a b ->"  # what stands before the answer for the compiler
+HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer goes on from, and its type
 TESTS = ((5, 3), (2, 7), (-4, 1), (6, -2), (4, 4), (-3, -8))
+CALLS = ocaml([list(pair) for pair in TESTS])
 FIRST = {  # the words of a question, what they mean, the right OCaml, and what a careless writer writes as often
     "the larger of {} and {}": (max, "max {} {}", "min {} {}"),
     "the smaller of {} and {}": (min, "min {} {}", "{} < {}"),
@@ -61,7 +62,7 @@ def ask(item):
     truth = [FIRST[first][0](*(pair if order == "ab" else pair[::-1])) for pair in TESTS]
     for word, number in rest:
         truth = [NEXT[word][0](value, NUMBERS[number]) for value in truth]
-    return Question("ocaml", f"(* {words} *) let f a b =", truth)
+    return Question("ocaml", f"(* {words} *) {HEAD}", truth)
 
 
 def write(item, choose):
@@ -75,7 +76,7 @@ def write(item, choose):
 
 def grade(question, text, hit_limit=False):
     """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run."""
-    verdict = judge(HEAD + text, TESTS)
+    verdict = judge(HEAD + text, SIGNATURE, CALLS)
     passed = [result == wanted for result, wanted in zip(verdict.results, question.truth)]
     right = bool(passed) and all(passed)
     pieces = [("parse", WEIGHTS["parse"] * verdict.parses), ("type", WEIGHTS["type"] * verdict.typed)]

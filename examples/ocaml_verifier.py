@@ -1,93 +1,205 @@
-"""OCaml as a verifier: does a function parse, does it have its type, and what does it return?
+"""OCaml as a verifier: does a program parse, does its function have the right type, and what does it return?
 
-What a model writes is a stranger's code. Three walls stand between it and everything else:
+What a model writes is a stranger's code. Two walls stand between it and everything else:
 
-- It can name what the prelude in ocaml_verifier.ml names. All else that OCaml has, such as files and `exit`, is in
-  modules, whose names begin with a capital letter, or comes in by `external`: a text with either does not parse here.
-- Results leave OCaml as values and are compared in Python. Nothing that a function prints or redefines reaches them.
-- The process has bounds on CPU time, memory, files and processes, an empty folder that cannot be written to, and no
-  network where the kernel allows that. A function that breaks out of a bound ends the process: it has run away.
+- The inner wall is an allow-list. Before a program is compiled, ocaml_verifier.ml walks its syntax tree and refuses
+  whatever it does not name. What remains has no effects, and nothing in it can change: constants, variables, `fun`,
+  `let`, `if`, `match` without guards, tuples, lists, and the functions of a prelude. The Verdict on a program that is
+  refused is the one on text that does not parse, so it earns nothing.
+- The outer wall is for a program that gets through the inner one all the same, by a bug of the compiler for example.
+  Each program has a process of its own, forked from a prepared one. It has no rights of root and sees no network, no
+  process outside and no file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files
+  and output have bounds. It needs bubblewrap and a kernel that lets a user make namespaces; without, a warning says
+  so, and what remains of this wall is the process, its bounds, and another user's rights if this one is root.
 
-One process judges one function after the other: to start it takes 80 ms, a function 1 ms.
+A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
+else behind the outer wall: the pipes to Python are closed before it runs, and its own pipe is read as what became of
+this one program. It cannot signal or trace the process that it was forked from, and it is killed after its grade.
 """
 
+import errno
+import json
 import os
+import platform
 import re
-import resource
+import select
 import shutil
+import signal
+import struct
 import subprocess
+import sys
 import tempfile
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from nanorook.settings import fail
 
-OUTSIDE = re.compile(r"[A-Z]|external")
-OCAML = "ocaml -noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
-OCAML.append(str(Path(__file__).with_suffix(".ml")))
-BOUNDS = {  # besides the 0.25 seconds of CPU time for each function, see limit_cpu in ocaml_verifier.ml
-    resource.RLIMIT_AS: 2**30,  # bytes of memory
-    resource.RLIMIT_FSIZE: 0,  # bytes in a file
-    resource.RLIMIT_NPROC: 0,  # processes that it may start
-    resource.RLIMIT_CORE: 0,
+SOURCE = Path(__file__).with_suffix(".ml")
+OCAML = "-noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
+BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # of CPU time there are 0.25 seconds
+NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
+WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
+WAITS = 100  # of 0.1 seconds for a program; they are counted so that a machine that sleeps does not make it late
+SYSTEM_CALLS = {  # of a machine: its number in seccomp, then of what OCaml calls, of clone and of prlimit64
+    "x86_64": (
+        0xC000003E,
+        "0 1 2 3 4 5 6 8 9 10 11 12 13 14 15 17 21 22 23 25 28 32 33 38 39 57 59 60 61 62 63 79 89 97 99 131 158 202 "
+        "217 218 228 231 257 262 267 269 270 273 292 293 318 334 439",
+        56,
+        302,
+    ),
+    "aarch64": (
+        0xC00000B7,
+        "17 23 24 48 56 57 59 61 62 63 64 67 72 78 79 80 93 94 96 98 99 103 113 129 132 134 135 139 160 172 179 214 "
+        "215 216 221 222 226 233 260 278 291 293 439",
+        220,
+        261,
+    ),
 }
-FUNCTIONS = 2000  # that a process judges; a new one follows, as it keeps 13 kB of each
 
 
 class Verdict(NamedTuple):
-    parses: bool = False
+    parses: bool = False  # and the inner wall lets it through
     typed: bool = False
     ran_away: bool = False
-    results: tuple = ()  # of the tests, None where the function raised an exception
+    results: tuple = ()  # of the calls, None where the function raised an exception
 
 
 @lru_cache(2**16)  # many answers of a step are the same
-def judge(text, tests):
-    """The Verdict on `let f : TYPE = ...`; tests ((3, 4), ...) are the arguments that it is called with."""
-    if OUTSIDE.search(text):
-        return Verdict()
-    process, code = toplevel(), text.encode(errors="replace")
-    request = ";".join(" ".join(map(str, numbers)) for numbers in [[len(code)], *tests])
-    process.stdin.write(request.encode() + b"\n" + code)
-    process.stdin.flush()
-    stage = process.stdout.readline()  # "syntax", "type", "run", or nothing where the process has ended
-    words = process.stdout.readline().split() if stage == b"run\n" else []
-    ran_away = not (words or stage in (b"syntax\n", b"type\n"))
-    if ran_away or judge.cache_info().misses % FUNCTIONS == 0:
-        stop()
-    results = tuple(None if word == b"exception" else int(word) for word in words)
-    return Verdict(stage in (b"type\n", b"run\n"), stage == b"run\n", ran_away, results)
+def judge(program, signature, calls):
+    """The Verdict on a program, which has to define the function that signature names with its type, "f : int -> int".
+
+    calls has the arguments of each call, as in ocaml([[3], [4]])."""
+    definition = f"let {signature} = {signature.partition(':')[0]}"  # comes last, so that the type is not the program's
+    parts = [part.encode(errors="replace") for part in (program, definition, calls)]
+    request = ";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts)
+    answer = ask(request)
+    if answer is None:
+        answer = ask(request)  # of a new process
+    if answer is None:
+        fail("OCaml, which judges the answers of this task, died twice; is there memory left? Run the command again.")
+    stage, _, shown = answer.partition(b"\n")
+    try:
+        results = json.loads(shown.decode(errors="replace")) if stage == b"run" else []
+    except (ValueError, RecursionError):
+        results = None
+    ran_away = stage not in (b"syntax", b"type", b"run") or not isinstance(results, list)
+    return Verdict(stage in (b"type", b"run"), stage == b"run", ran_away, () if ran_away else tuple(results))
+
+
+def ocaml(value):
+    """A number, a string, or a list or tuple of them as OCaml writes it."""
+    if isinstance(value, list):
+        return f"[{'; '.join(map(ocaml, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(ocaml, value))})"
+    if isinstance(value, str):
+        return '"' + "".join(f"\\{byte:03}" for byte in value.encode()) + '"'
+    return str(value).lower()  # True, False and exponents of ten
+
+
+def ask(request):
+    """What became of a program; None where the process that judges has died."""
+    process = toplevel()
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+        in_time = any(select.select([process.stdout], [], [], 0.1)[0] for _ in range(WAITS))
+        answer = process.stdout.read(int(process.stdout.readline())) if in_time else b""
+        if not answer:
+            stop()  # it may not have read all of the request
+        return answer
+    except BaseException as error:
+        stop()  # else an answer that was not read would be taken for the one to the next request
+        if isinstance(error, (BrokenPipeError, ValueError)):  # no line could be read
+            return None
+        raise
 
 
 @cache
 def toplevel():
     """The process of OCaml that judges."""
-    if not shutil.which("ocaml"):
-        fail("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    with tempfile.TemporaryDirectory() as folder:  # deleted at once: no file can be made in it
-        command, env = [*without_network(), *OCAML], {"PATH": os.environ["PATH"]}
-        process = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes)  # without our Ctrl-C
-        ready = process.stdout.readline()
-    if ready != b"ready\n":
-        fail(f"OCaml was found but cannot judge; this command says why: {' '.join(OCAML)}")
-    for bound, value in BOUNDS.items():
-        resource.prlimit(process.pid, bound, (value, value))
+    process = start(SOURCE, wall_stands())
+    if process.stdout.readline() != b"ready\n":
+        fail("OCaml was found but cannot judge; this takes version 4.13 or 4.14 with its compiler-libs.")
     return process
 
 
 def stop():
-    """Ends the process; the next function gets a new one."""
+    """Ends the process and all that it started; the next program gets a new one."""
     if toplevel.cache_info().currsize:
-        toplevel().kill()
-        toplevel().communicate()
+        end(toplevel())
         toplevel.cache_clear()
 
 
+def end(process):
+    with suppress(ProcessLookupError):  # it has died before
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()
+
+
 @cache
-def without_network():
-    """What stands before a command to run it without a network; nothing where the kernel does not allow it."""
-    command = ["unshare", "--net", "--map-root-user"]
-    allowed = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
-    return command if allowed else []
+def wall_stands():
+    """Whether this machine can build the outer wall."""
+    if not shutil.which("ocaml"):
+        fail("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
+    if not all(map(shutil.which, ("bwrap", "ldd", "ocamlc"))):
+        why = "bubblewrap, ldd or ocamlc is not installed"
+    elif platform.machine() not in SYSTEM_CALLS:
+        why = f"the system calls of {platform.machine()} are not listed"
+    else:
+        process = start(SOURCE, walled=True, stderr=subprocess.PIPE)
+        ready = process.stdout.readline() == b"ready\n"
+        why = end(process)[1].decode(errors="replace").strip().rpartition("\n")[2]
+        if ready:
+            return True
+    print(f"warning: OCaml runs without its outer wall, which cannot be built here: {why}", file=sys.stderr, flush=True)
+    return False
+
+
+def start(source, walled, stderr=subprocess.DEVNULL):
+    """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
+    ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
+    with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
+        # a descriptor, as nobody may not be allowed to follow its path
+        command, file = list(without_rights()), f"/dev/fd/{code.fileno()}"
+        if walled:
+            seccomp.write(system_call_filter())
+            seccomp.seek(0)
+            libraries = re.findall(r"(/\S+) \(", output_of("ldd", ocamlrun, prlimit))
+            command += [*WALL, "--seccomp", str(seccomp.fileno())]
+            for path in [*programs, *libraries, output_of("ocamlc", "-where").strip()]:
+                command += ["--ro-bind", path, path]
+            command += ["--ro-bind-data", str(code.fileno()), "/judge", "--remount-ro", "/"]
+            file = "/judge"
+        command += [prlimit, *BOUNDS, *["--nproc=2"] * walled, ocamlrun, ocaml, *OCAML, file]  # its own and a grade's
+        options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
+        options |= dict(cwd="/", env={"PATH": os.environ["PATH"]}, start_new_session=True)  # without our Ctrl-C
+        return subprocess.Popen(command, pass_fds=[code.fileno(), seccomp.fileno()], **options)
+
+
+def output_of(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def without_rights():
+    """What stands before a command to run it without the rights of root."""
+    dropped = os.geteuid() == 0 and subprocess.run([*NOBODY, "true"], capture_output=True).returncode == 0
+    return NOBODY if dropped else []
+
+
+def system_call_filter():
+    """A program for seccomp. All system calls fail except those that OCaml needs: none traces a process or opens a
+    socket. Clone fails with flags for new namespaces, prlimit for another process."""
+    machine, needed, clone, prlimit = SYSTEM_CALLS[platform.machine()]
+    load, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06  # each instruction: code, jump if true, jump if false, operand
+    allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050000 | errno.ENOSYS)
+    program = [(load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0)]  # loads the machine, then the call
+    for number in map(int, needed.split()):
+        program += [(equal, 0, 1, number), allow]
+    for number, bits in ((clone, 0x7E020000), (prlimit, 0xFFFFFFFF)):  # that have to be 0 in the first argument
+        program += [(equal, 0, 4, number), (load, 0, 0, 16), (any_bit, 0, 1, bits), refuse, allow]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, refuse])

@@ -22,7 +22,8 @@ from rook import positions, stockfish, texts
 def pytest_runtest_setup(item):
     for program in (mark.args[0] for mark in item.iter_markers("needs")):
         if not (stockfish.find() if program == "stockfish" else shutil.which(program)):
-            reason = f"needs {program}: apt install {program}"  # Debian's packages are named like the programs
+            package = {"bwrap": "bubblewrap"}.get(program, program)  # others are named like the programs
+            reason = f"needs {program}: apt install {package}"
             if os.environ.get("NANOROOK_NO_SKIP") == "1":
                 pytest.fail(f"{reason} (NANOROOK_NO_SKIP=1 makes this an error)", pytrace=False)
             pytest.skip(reason)
