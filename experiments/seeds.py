@@ -13,16 +13,18 @@ of the evaluation. They share their held-out questions, EVAL_POSITIONS in number
 import argparse
 import json
 import re
+import runpy
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from nanorook import monitor
+from nanorook import monitor, settings
 from nanorook.run import write
 from nanorook.settings import fail, number
 
 ROOT = Path(__file__).parent.parent
+CHOSEN = ("TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH")  # settings that the experiment chooses for each run
 PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
 
 
@@ -41,12 +43,38 @@ def with_interval(values, form=".1f"):
     return monitor.with_interval(*monitor.interval(values), form)
 
 
-def run(folder, arguments):
+def shared_settings(task, given):
+    """The settings of all runs, whether given here, in the environment or by default."""
+    sys.argv[1:] = given
+    settings.read_user()
+    for name in CHOSEN:
+        if any(name in settings.GIVEN[source] for source in ("arguments", "environment")):
+            fail(f"{name} is chosen by the experiment for each run; leave it out, also in the environment.")
+    settings.GIVEN["arguments"]["TASK"] = task
+    runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
+    settings.finish("python -m experiments.seeds OUT")
+    return {name: value for name, value in settings.values().items() if name not in CHOSEN}
+
+
+def check_settings(file, there, shared):
+    if changed := [name for name, value in shared.items() if there.get(name) != value]:
+        was, now = (", ".join(f"{name}={some.get(name)}" for name in changed) for some in (there, shared))
+        fail(f"{file} was made with {was}, not with {now}; use the same settings, or name another folder.")
+
+
+def run(folder, arguments, shared):
     """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
+    if (folder / "settings.json").exists():
+        check_settings(folder, read(folder / "settings.json"), shared)
     if not (folder / "model").exists():
         with open(f"{folder}.log", "a") as log:
-            command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            if subprocess.run(command, cwd=ROOT, stdout=log).returncode:
+            process = subprocess.Popen([sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"], cwd=ROOT, stdout=log)
+            try:
+                failed = process.wait()
+            except KeyboardInterrupt:  # the run got it, too, and saves a checkpoint
+                process.wait()
+                raise
+            if failed:
                 fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     skill = {name: {k: [round(x, 5) for x in pair] for k, pair in figures.items()} for name, figures in skill.items()}
@@ -116,12 +144,11 @@ def main():
     a = p.parse_intermixed_args()
     if names := [name for name in a.curves or [] if " " not in name]:
         p.error(f"--curves: {names[0]!r} is no figure; put -- before the settings that follow.")
-    out = a.out.resolve()
+    out, shared = a.out.resolve(), shared_settings(a.task, a.settings)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"
-    known = read(file) if file.exists() else {"task": a.task, "settings": a.settings, "runs": {}}
-    if (known["task"], known["settings"]) != (a.task, a.settings):
-        p.error(f"{file} is of {known['task']} with {known['settings']}; name another folder.")
+    known = read(file) if file.exists() else {"task": a.task, "shared": shared, "runs": {}}
+    check_settings(file, {"TASK": known["task"], **known.get("shared", {})}, {"TASK": a.task, **shared})
     record(file, known)  # before the first run: from now on the folder is of these settings
     if a.curves:
         pyplot()  # refuses where there is none
@@ -130,7 +157,7 @@ def main():
         for seed in range(count):
             if (name := f"{kind}-{seed}") not in known["runs"]:
                 arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={int(kind == 'control')}", *a.settings]
-                known["runs"][name] = run(out / name, arguments)
+                known["runs"][name] = run(out / name, arguments, shared)
                 record(file, known)
             found[kind].append(known["runs"][name])
             if lacking := set(a.curves or []) - set([*known["runs"][name]["skill"].values()][-1]):
@@ -142,4 +169,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)

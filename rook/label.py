@@ -106,13 +106,18 @@ def work(path, unit, nodes):
             engine.cache_clear()
 
 
-def resume(file, header):
-    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
-    line that was not written to its end is cut off."""
+def lock(file, name):
+    """Holds a file, open for writing, until it is closed or this process ends."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while this process writes it
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"{file.name} is in use by another run; wait for its end, or name another file.")
+        fail(f"{name} is in use by another run; wait for its end, or name another one.")
+
+
+def resume(file, header):
+    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. What
+    follows a line that is damaged, or was not written to its end, is cut off and made again."""
+    lock(file, file.name)
     file.seek(0)
     text = file.read()
     if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
@@ -122,9 +127,19 @@ def resume(file, header):
         return []
     if not text.startswith(header):
         fail(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
-    end = text.rindex(b"\n") + 1
+    units, end = [], len(header)
+    for line in text[end:].split(b"\n")[:-1]:
+        try:
+            unit = line.decode().split("\t") if line else []
+            if unit != [write_position(positions.read_position(position)) for position in unit]:
+                raise ValueError("another program wrote it")
+        except ValueError as error:
+            print(f"{file.name}, line {len(units) + 2} is damaged ({error!s:.60}), so the work continues before it.")
+            break
+        units.append(unit)
+        end += len(line) + 1
     file.truncate(end)
-    return [line.split("\t") if line else [] for line in text[len(header) : end].decode().splitlines()]
+    return units
 
 
 def run(args):

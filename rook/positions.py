@@ -6,6 +6,7 @@ with its file, its number and what was expected there.
 
 import gzip
 import io
+import itertools
 import logging
 import re
 import sys
@@ -92,6 +93,7 @@ POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.
 ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} )*)\2 ?\+[^+]+\+-?\d(?:\.\d+)?\+[01]\+[01]")
 FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
 VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_line`
+UNVERIFIED = {}  # position of a later line -> (file, number of the line), or None once `is_sound` has found it wrong
 
 
 def split_moves(text):
@@ -135,22 +137,49 @@ def verify(position):
     return position._replace(fen=board.fen(), moves=moves)
 
 
-def read_line(line, number):
-    """[position] of a line, [] of an empty one or a comment.
+def read_line(line, place):
+    """[position] of a line, [] of an empty one or a comment. `place` is (file, number of the line).
 
     To verify half a million labelled lines in our own format would take two minutes. So after a file's first
     VERIFIED_LINES, which show whether another program wrote it, only odd lines are verified: without eight ranks, or
-    with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash."""
+    with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash. The
+    other lines are verified when their positions are first used, see `is_sound`."""
     line = line.strip()
     if not line or line.startswith("#"):
         return []
     position = read_position(line)
     odd = position.fen.count("/") != 7 or position.fen.split(" ")[3] != "-"
-    trusted = number > VERIFIED_LINES and position.moves and OURS.fullmatch(line) and not odd
-    return [position if trusted else verify(position)]
+    if place[1] > VERIFIED_LINES and position.moves and OURS.fullmatch(line) and not odd:
+        UNVERIFIED.setdefault(position, place)
+        return [position]
+    return [verify(position)]
 
 
-def read_game(game, number):
+def is_sound(position):
+    """Whether a position can be used. One that `load` has not verified is verified now; if it is wrong, this is said."""
+    if place := UNVERIFIED.get(position):
+        try:
+            if (right := verify(position)) != position:
+                raise ValueError(f"expected FEN and moves as python-chess writes them, here {right.fen}")
+            del UNVERIFIED[position]
+        except ValueError as error:
+            UNVERIFIED[position] = None
+            print(f"{place[0]}, line {place[1]}: {error}; it is left out.", file=sys.stderr)
+    return position not in UNVERIFIED
+
+
+def draw(positions, count, rng):
+    """`count` different positions at random. One that cannot be used is replaced by the next that `rng` chooses."""
+    chosen = rng.sample(positions, count)
+    for i in range(count):
+        others = (rng.choice(positions) for _ in range(1000))  # of which a tenth may be bad, but not all
+        chosen[i] = next(filter(is_sound, itertools.chain([chosen[i]], others)), None)
+        if chosen[i] is None:
+            fail("the file has too many positions that cannot be used, see above; label them again with rook.label.")
+    return chosen
+
+
+def read_game(game, place):
     """The positions of the main line of a PGN's game."""
     board, found, history = game.board(), [], []
     if game.errors:
@@ -193,7 +222,7 @@ def load(source):
     positions, bad = [], []
     for number, entry in enumerate(entries, 1):
         try:
-            positions += read(entry, number)
+            positions += read(entry, (source, number))
         except ValueError as error:
             bad.append(f"{kind} {number}: {error}")
     count = f"{len(bad)} of {len(entries)} {kind}s"
