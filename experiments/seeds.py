@@ -24,7 +24,7 @@ from nanorook.run import write
 from nanorook.settings import fail, number
 
 ROOT = Path(__file__).parent.parent
-CHOSEN = ("TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH")  # settings that the experiment chooses for each run
+CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
 PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
 
 
@@ -44,37 +44,23 @@ def with_interval(values, form=".1f"):
 
 
 def shared_settings(task, given):
-    """The settings of all runs, whether given here, in the environment or by default."""
+    """The settings of all runs, from the command, the environment or by default; what is wrong with them is said."""
     sys.argv[1:] = given
     settings.read_user()
-    for name in CHOSEN:
-        if any(name in settings.GIVEN[source] for source in ("arguments", "environment")):
-            fail(f"{name} is chosen by the experiment for each run; leave it out, also in the environment.")
+    if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
+        fail(f"the experiment itself chooses {min(own)} for each run; leave it out, in the environment, too.")
     settings.GIVEN["arguments"]["TASK"] = task
     runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
     settings.finish("python -m experiments.seeds OUT")
-    return {name: value for name, value in settings.values().items() if name not in CHOSEN}
+    return [f"{name}={value}" for name, value in settings.values().items() if name not in CHOSEN]
 
 
-def check_settings(file, there, shared):
-    if changed := [name for name, value in shared.items() if there.get(name) != value]:
-        was, now = (", ".join(f"{name}={some.get(name)}" for name in changed) for some in (there, shared))
-        fail(f"{file} was made with {was}, not with {now}; use the same settings, or name another folder.")
-
-
-def run(folder, arguments, shared):
+def run(folder, arguments):
     """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
-    if (folder / "settings.json").exists():
-        check_settings(folder, read(folder / "settings.json"), shared)
     if not (folder / "model").exists():
         with open(f"{folder}.log", "a") as log:
-            process = subprocess.Popen([sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"], cwd=ROOT, stdout=log)
-            try:
-                failed = process.wait()
-            except KeyboardInterrupt:  # the run got it, too, and saves a checkpoint
-                process.wait()
-                raise
-            if failed:
+            command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
+            if subprocess.Popen(command, cwd=ROOT, stdout=log).wait():  # run() would kill it after Ctrl-C
                 fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     skill = {name: {k: [round(x, 5) for x in pair] for k, pair in figures.items()} for name, figures in skill.items()}
@@ -144,11 +130,12 @@ def main():
     a = p.parse_intermixed_args()
     if names := [name for name in a.curves or [] if " " not in name]:
         p.error(f"--curves: {names[0]!r} is no figure; put -- before the settings that follow.")
-    out, shared = a.out.resolve(), shared_settings(a.task, a.settings)
+    out, given = a.out.resolve(), shared_settings(a.task, a.settings)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"
-    known = read(file) if file.exists() else {"task": a.task, "shared": shared, "runs": {}}
-    check_settings(file, {"TASK": known["task"], **known.get("shared", {})}, {"TASK": a.task, **shared})
+    known = read(file) if file.exists() else {"task": a.task, "settings": given, "runs": {}}
+    if other := {known["task"], *known["settings"]} ^ {a.task, *given}:
+        p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, known)  # before the first run: from now on the folder is of these settings
     if a.curves:
         pyplot()  # refuses where there is none
@@ -157,7 +144,7 @@ def main():
         for seed in range(count):
             if (name := f"{kind}-{seed}") not in known["runs"]:
                 arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={int(kind == 'control')}", *a.settings]
-                known["runs"][name] = run(out / name, arguments, shared)
+                known["runs"][name] = run(out / name, arguments)
                 record(file, known)
             found[kind].append(known["runs"][name])
             if lacking := set(a.curves or []) - set([*known["runs"][name]["skill"].values()][-1]):
@@ -172,5 +159,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues from the last checkpoint.", file=sys.stderr)
-        sys.exit(130)
+        sys.exit("stopped; the run at hand ends when it has saved its step, and the same command continues from there.")

@@ -92,7 +92,7 @@ def start_stockfish(skill, nodes):
         engine.send(f"position fen {board.fen()}")
         words = engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()
         if words[1:2] not in [[move.uci()] for move in board.legal_moves]:
-            raise stockfish.EngineError(f"answered {' '.join(words)!r:.60} in {board.fen()}, where that is no legal move")
+            raise stockfish.EngineError(f"gave no legal move for {board.fen()}")
         return words[1]
 
     return opponent, f"{engine.name}, skill {skill}, {nodes} nodes"

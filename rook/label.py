@@ -115,8 +115,8 @@ def lock(file, name):
 
 
 def resume(file, header):
-    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. What
-    follows a line that is damaged, or was not written to its end, is cut off and made again."""
+    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
+    line that was not written to its end is cut off."""
     lock(file, file.name)
     file.seek(0)
     text = file.read()
@@ -127,18 +127,13 @@ def resume(file, header):
         return []
     if not text.startswith(header):
         fail(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
-    units, end = [], len(header)
-    for line in text[end:].split(b"\n")[:-1]:
-        try:
-            unit = line.decode().split("\t") if line else []
-            if unit != [write_position(positions.read_position(position)) for position in unit]:
-                raise ValueError("another program wrote it")
-        except ValueError as error:
-            print(f"{file.name}, line {len(units) + 2} is damaged ({error!s:.60}), so the work continues before it.")
-            break
-        units.append(unit)
-        end += len(line) + 1
+    end = text.rindex(b"\n") + 1
     file.truncate(end)
+    try:
+        units = [line.split("\t") if line else [] for line in text[len(header) : end].decode().split("\n")[:-1]]
+        [positions.read_position(line) for unit in units for line in unit]
+    except ValueError as error:
+        fail(f"{file.name} is damaged ({error!s:.200}); delete it to start again.")
     return units
 
 

@@ -4,9 +4,9 @@
 with its file, its number and what was expected there.
 """
 
+import functools
 import gzip
 import io
-import itertools
 import logging
 import re
 import sys
@@ -93,7 +93,7 @@ POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.
 ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} )*)\2 ?\+[^+]+\+-?\d(?:\.\d+)?\+[01]\+[01]")
 FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
 VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_line`
-UNVERIFIED = {}  # position of a later line -> (file, number of the line), or None once `is_sound` has found it wrong
+UNVERIFIED = {}  # position of a later line -> (file, number of the line), see `is_sound`
 
 
 def split_moves(text):
@@ -143,7 +143,7 @@ def read_line(line, place):
     To verify half a million labelled lines in our own format would take two minutes. So after a file's first
     VERIFIED_LINES, which show whether another program wrote it, only odd lines are verified: without eight ranks, or
     with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash. The
-    other lines are verified when their positions are first used, see `is_sound`."""
+    others are verified when they are drawn, see `is_sound`."""
     line = line.strip()
     if not line or line.startswith("#"):
         return []
@@ -156,27 +156,26 @@ def read_line(line, place):
 
 
 def is_sound(position):
-    """Whether a position can be used. One that `load` has not verified is verified now; if it is wrong, this is said."""
-    if place := UNVERIFIED.get(position):
-        try:
-            if (right := verify(position)) != position:
-                raise ValueError(f"expected FEN and moves as python-chess writes them, here {right.fen}")
-            del UNVERIFIED[position]
-        except ValueError as error:
-            UNVERIFIED[position] = None
-            print(f"{place[0]}, line {place[1]}: {error}; it is left out.", file=sys.stderr)
-    return position not in UNVERIFIED
+    """Whether a position can be used. One that `load` has not verified is verified before its first use."""
+    return position not in UNVERIFIED or is_verified(position)
+
+
+@functools.cache
+def is_verified(position):
+    try:
+        if verify(position) != position:
+            raise ValueError("python-chess writes this FEN or its moves in another way")
+    except ValueError as error:
+        print("{}, line {}, is left out: {}.".format(*UNVERIFIED[position], error), file=sys.stderr)
+        return False
+    return True
 
 
 def draw(positions, count, rng):
-    """`count` different positions at random. One that cannot be used is replaced by the next that `rng` chooses."""
+    """`count` of the positions at random; one that cannot be used is replaced by the rng's next choice that can."""
     chosen = rng.sample(positions, count)
-    for i in range(count):
-        others = (rng.choice(positions) for _ in range(1000))  # of which a tenth may be bad, but not all
-        chosen[i] = next(filter(is_sound, itertools.chain([chosen[i]], others)), None)
-        if chosen[i] is None:
-            fail("the file has too many positions that cannot be used, see above; label them again with rook.label.")
-    return chosen
+    others = filter(is_sound, (rng.choice(positions) for _ in range(1000)))  # a tenth of them may be wrong, not all
+    return [p if is_sound(p) else next(others, None) or fail("too many lines are wrong, see above.") for p in chosen]
 
 
 def read_game(game, place):

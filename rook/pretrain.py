@@ -161,15 +161,13 @@ def save(out, model, dtype, state):
     """Replaces files only when all new ones are written; these are within `out`, which may be a disk of its own."""
     unfinished = out / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
-    try:
-        model.save(unfinished / "model", dtype)
-        torch.save(state, content := BytesIO())  # into a file, it would not say that the disk is full
-        (unfinished / "trainer.pt").write_bytes(content.getbuffer())
-        # trainer.pt comes first: a folder with a model and without it is refused as another program's
-        for file in (unfinished / "trainer.pt", *(unfinished / "model").iterdir()):
-            os.replace(file, out / file.name)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    model.save(unfinished / "model", dtype)
+    torch.save(state, content := BytesIO())  # into a file, it would not say that the disk is full
+    (unfinished / "trainer.pt").write_bytes(content.getbuffer())
+    # trainer.pt comes first: a folder with a model and without it is refused as another program's
+    for file in (unfinished / "trainer.pt", *(unfinished / "model").iterdir()):
+        os.replace(file, out / file.name)
+    shutil.rmtree(unfinished)
 
 
 def load_state(file, config):
@@ -214,8 +212,7 @@ def main():
     weights_dtype = torch.bfloat16 if args.half else torch.float32
     step, seconds = state.get("step", 0), state.get("elapsed", 0.0)
     if step > args.steps:
-        fail(f"{args.out} holds {step} steps of training, which --steps {args.steps} does not continue; raise it, or name "
-             "another folder.")  # fmt: skip
+        fail(f"{args.out} holds {step} steps of training, and --steps {args.steps} is below that; raise it.")
     if state:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
@@ -277,7 +274,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # before the loop; in it, a signal saves first
-        sys.exit(130)
     except OSError as error:
         fail(f"a file could not be read or written ({error}); the same command resumes from the last save.")

@@ -1,17 +1,20 @@
 import json
 import types
+from unittest import mock
 
 import pytest
 
 import train
 from experiments import pass_at_k, seeds, variants
+from nanorook import settings
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
     started = []
 
     def run(command, stdout, **_):
-        assert seeds.read(tmp_path / "seeds.json")["settings"] == ["STEPS=9"]  # nobody goes on with other ones
+        known = seeds.read(tmp_path / "seeds.json")["settings"]  # from now on the folder is of these
+        assert "STEPS=9" in known and "LR=0.5" in known and "KL_COEF=0.1" in known and "CONTROL=0" not in known
         given = dict(argument.split("=", 1) for argument in command[2:])
         started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
@@ -20,25 +23,40 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         skill = {"before": {"policy reward T=0": [0.5, 0.1]}, "after": {"policy reward T=0": [0.5 + gain, 0.1]}}
         for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"machine": "m"}}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
-        return types.SimpleNamespace(returncode=0)
+        return types.SimpleNamespace(wait=lambda: 0)
 
-    monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(run=run))
-    command = ["seeds", str(tmp_path), "--seeds", "2", "STEPS=9"]
-    for arguments in (command, [*command, "--curves", "policy reward T=0"]):
-        monkeypatch.setattr("sys.argv", arguments)
-        seeds.main()
+    def main(*arguments):
+        monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", *arguments])
+        with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
+            seeds.main()
+
+    monkeypatch.setattr(seeds, "subprocess", types.SimpleNamespace(Popen=run))
+    monkeypatch.setenv("LR", "0.5")
+    for arguments in (["STEPS=9"], ["STEPS=9", "--curves", "policy reward T=0"]):
+        main(*arguments)
         (tmp_path / "seeds.json").unlink()
         assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out  # Student's
         assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-    seeds.main()
-    monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=10"])
-    with pytest.raises(SystemExit):
-        seeds.main()
-    monkeypatch.setattr("sys.argv", [*command, "--curves", "policy rewards T=0"])
-    with pytest.raises(SystemExit):
-        seeds.main()
-    assert "have no figure 'policy rewards T=0'" in capsys.readouterr().err
+    main("STEPS=9")
+    for arguments, environment, said in (
+        (["STEPS=10"], {}, r"was made with other settings (STEPS=10, STEPS=9); name"),
+        (["STEPS=9"], {"LR": "0.1"}, "was made with other settings (LR=0.1, LR=0.5); name"),
+        (["STEPS=9", "--task", "examples/sums.py"], {}, "(KL_COEF=0.0, KL_COEF=0.1"),
+        (["STEPS=9", "--curves", "policy rewards T=0"], {}, "have no figure 'policy rewards T=0'"),
+        (["SEED=5"], {}, "the experiment itself chooses SEED for each run"),
+        (["CONTROL=1"], {}, "the experiment itself chooses CONTROL for each run"),
+        (["STEPS=9"], {"SEED": "5"}, "the experiment itself chooses SEED for each run"),
+        (["STPES=9"], {}, "did you mean STEPS=9?"),
+    ):
+        with pytest.raises(SystemExit) as stopped, mock.patch.dict("os.environ", environment):
+            main(*arguments)
+        assert said in f"{stopped.value}{capsys.readouterr().err}"
+    assert len(started) == 3
+
+
+def test_ctrl_c_ends_an_experiment_with_a_sentence_and_its_run_with_a_checkpoint(tmp_path):
+    pass
 
 
 def test_pass_at_k_counts_all_answers_to_a_question(monkeypatch, capsys):

@@ -1,22 +1,15 @@
-"""Programs beside training, run as python -m tools.NAME. Ctrl-C ends them without a traceback, and so does a reader of
-their output that has gone, as in `| head`."""
+"""Programs beside training, run as python -m tools.NAME."""
 
-import atexit
 import os
 import sys
 
 
 def show(kind, error, traceback):
-    if kind not in (KeyboardInterrupt, BrokenPipeError):
+    """Nothing where a user has ended the program: by Ctrl-C, or as in `| head`."""
+    if kind is BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
+    elif kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
-
-
-@atexit.register
-def flush():
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # Python would try once more, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 sys.excepthook = show

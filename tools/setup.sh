@@ -1,17 +1,11 @@
 # Sourced by train.sh, test.sh and rook/uci.sh: leaves in $PYTHON an interpreter that has what the requirements
 # files in $NEEDS name.
-# PYTHON=/some/python is used as it is, if it has them.
-LACKS='import importlib.metadata as m, re, sys
-assert sys.version_info >= (3, 11)
-for file in sys.argv[1:]:
-    for line in open(file):
-        m.version(re.split("[^a-zA-Z0-9_-]", line)[0]) if line[0].isalpha() else 0'
-if [ -n "${PYTHON:-}" ]; then
-    if ! "$PYTHON" -c "$LACKS" $NEEDS 2>/dev/null; then
-        echo "error: PYTHON=$PYTHON is no Python with all that $NEEDS names; install it there, or leave PYTHON out." >&2
-        exit 1
-    fi
-else
+# PYTHON=/some/python is used as it is.
+if [ -n "${PYTHON:-}" ] && ! "$PYTHON" -c 'import importlib.util as i; assert i.find_spec("torch")' 2>/dev/null; then
+    echo "error: PYTHON=$PYTHON is no Python that has torch; install requirements.txt there, or leave PYTHON out." >&2
+    exit 1
+fi
+if [ -z "${PYTHON:-}" ]; then
     PYTHON=.venv/bin/python
     for file in $NEEDS; do
         if cmp -s "$file" ".venv/$file"; then
