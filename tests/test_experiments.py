@@ -1,4 +1,5 @@
 import json
+import runpy
 import types
 from unittest import mock
 
@@ -42,7 +43,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     for arguments, environment, said in (
         (["STEPS=10"], {}, r"was made with other settings (STEPS=10, STEPS=9); name"),
         (["STEPS=9"], {"LR": "0.1"}, "was made with other settings (LR=0.1, LR=0.5); name"),
-        (["STEPS=9", "--task", "examples/sums.py"], {}, "(KL_COEF=0.0, KL_COEF=0.1"),
+        (["STEPS=9", "--task", "examples/sums.py"], {}, "KL_COEF=0.0, KL_COEF=0.1, "),
         (["STEPS=9", "--curves", "policy rewards T=0"], {}, "have no figure 'policy rewards T=0'"),
         (["SEED=5"], {}, "the experiment itself chooses SEED for each run"),
         (["CONTROL=1"], {}, "the experiment itself chooses CONTROL for each run"),
@@ -55,8 +56,14 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     assert len(started) == 3
 
 
-def test_ctrl_c_ends_an_experiment_with_a_sentence_and_its_run_with_a_checkpoint(tmp_path):
-    pass
+def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp_path, monkeypatch):
+    run = mock.Mock(**{"wait.side_effect": KeyboardInterrupt})
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: run)
+    monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=9"])
+    with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
+        with pytest.raises(SystemExit, match="^stopped; the run at hand ends when it has saved its step"):
+            runpy.run_module("experiments.seeds", run_name="__main__")
+    assert run.mock_calls == [mock.call.wait()]
 
 
 def test_pass_at_k_counts_all_answers_to_a_question(monkeypatch, capsys):
@@ -83,3 +90,7 @@ def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, 
         variants.main()
         assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 50.0 | 0.50 | 50.0 |" in capsys.readouterr().out
         assert measured == [{"SEED": 0}, {"EPOCHS": 2, "SEED": 0}, {"SEED": 1}, {"EPOCHS": 2, "SEED": 1}]
+    monkeypatch.setattr("sys.argv", ["variants", "--seeds", "0"])
+    with pytest.raises(SystemExit):
+        variants.main()
+    assert "argument --seeds: 0 is not a whole number of at least 1." in capsys.readouterr().err
