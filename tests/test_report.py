@@ -161,7 +161,7 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
 
 ALTERED = {"metrics.jsonl": ['{"step": "x"}', '{"step": 1, "seconds": 5}', '{"step": 1, "state": ["red"]}']}
 ALTERED |= {"skill.json": ['{"before": 5}', '{"before": {"policy legal T=0": [0.5]}}'], "run.json": ['{"versions": 5}']}
-ALTERED |= {"samples.jsonl": ['{"step": 1}', '{"step": "x", "kind": 1}'], "settings.json": ['{"MAX_GRAD_NORM": "x"}']}
+ALTERED |= {"samples.jsonl": ['{"step": 0}', '{"step": "x", "kind": 1}'], "settings.json": ['{"MAX_GRAD_NORM": "x"}']}
 
 
 @pytest.mark.parametrize("name, content", [(name, text) for name, texts in ALTERED.items() for text in texts])
