@@ -70,7 +70,7 @@ def make_questions(items, count, rng, config):
     first = round((count - environment) * MIX_FIRST_RATIO)
     pool = load_mates()[held_out(items[0].fen)] if first else []  # to train on or held out, as the items are
     mates = rng.sample(pool, min(first // 2, len(pool)))
-    chosen = rng.sample(items, min(count - len(mates), len(items)))
+    chosen = positions.draw(items, min(count - len(mates), len(items)), rng)
     environment, policy, moves = chosen[:environment], chosen[environment : count - first], chosen[count - first :]
     questions = [environment_question(p, rng, text_format) for p in environment]
     questions += [policy_question(p, text_format) for p in policy]

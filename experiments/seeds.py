@@ -3,7 +3,7 @@
     python -m experiments.seeds OUT EVAL_POSITIONS=1000                                  chess: five runs, five controls
     python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes of two cores
 
-Each run is train.py in OUT/seed-N, each control (CONTROL=shuffle, see nanorook.task.shuffled) in OUT/control-N. OUT/seeds.json
+Each run is train.py in OUT/seed-N, each control (CONTROL=shuffle, see nanorook.task) in OUT/control-N. OUT/seeds.json
 has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names. Each seed draws
 its own training questions and held-out questions, and a control those of its seed. Before and after are compared
 question by question. An interval is that of the mean over other seeds and other questions. It counts that seeds ask
@@ -13,17 +13,19 @@ some of the same questions where a task has few (see nanorook.statistics.over_se
 import argparse
 import json
 import re
+import runpy
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from nanorook import monitor
+from nanorook import monitor, settings
 from nanorook.run import write
 from nanorook.settings import fail, number
 from nanorook.statistics import differences, gain, interval, known, over_seeds, shared_variance
 
 ROOT = Path(__file__).parent.parent
+CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
 PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
 
 
@@ -46,12 +48,24 @@ def rounded(figures):
     return {name: [round(x, 5) for x in pair] for name, pair in figures.items()}
 
 
+def shared_settings(task, given):
+    """The settings of all runs, from the command, the environment or by default; what is wrong with them is said."""
+    sys.argv[1:] = given
+    settings.read_user()
+    if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
+        fail(f"the experiment itself chooses {min(own)} for each run; leave it out, in the environment, too.")
+    settings.GIVEN["arguments"]["TASK"] = task
+    runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
+    settings.finish("python -m experiments.seeds OUT")
+    return [f"{name}={value}" for name, value in settings.values().items() if name not in CHOSEN]
+
+
 def run(folder, arguments):
     """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
     if not (folder / "model").exists():
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            if subprocess.run(command, cwd=ROOT, stdout=log).returncode:
+            if subprocess.Popen(command, cwd=ROOT, stdout=log).wait():  # run() would kill it after Ctrl-C
                 fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
@@ -136,13 +150,13 @@ def main():
     a = p.parse_intermixed_args()
     if names := [name for name in a.curves or [] if " " not in name]:
         p.error(f"--curves: {names[0]!r} is no figure; put -- before the settings that follow.")
-    out = a.out.resolve()
+    out, given = a.out.resolve(), shared_settings(a.task, a.settings)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"
-    new = {"task": a.task, "settings": a.settings, "runs": {}, "shared": {"seed": {}, "control": {}}}
+    new = {"task": a.task, "settings": given, "runs": {}, "shared": {"seed": {}, "control": {}}}
     recorded = read(file) if file.exists() else new
-    if (recorded["task"], recorded["settings"]) != (a.task, a.settings):
-        p.error(f"{file} is of {recorded['task']} with {recorded['settings']}; name another folder.")
+    if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
+        p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, recorded)  # before the first run: from now on the folder is of these settings
     if a.curves:
         pyplot()  # refuses where there is none
@@ -167,4 +181,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the run at hand ends when it has saved its step, and the same command continues from there.")

@@ -26,6 +26,7 @@ from examples import letters, sums
 from experiments.seeds import read, record, with_interval
 from nanorook import monitor
 from nanorook.run import Run
+from nanorook.settings import number
 
 FAST = {"LR": 3e-3}  # large steps, so that there is something to clip
 FAR = {"KL_DIVERGENCE_THRESHOLD": 100.0}  # what is learnt here is far from the start, and no run shall go back
@@ -158,7 +159,7 @@ def main():
     p = argparse.ArgumentParser("python -m experiments.variants", description=__doc__.split("\n")[0])
     p.add_argument("file", type=Path, nargs="?", help="experiments/variants.json for letters, variants-TASK.json else")
     p.add_argument("--task", default="letters", choices=TABLES)
-    p.add_argument("--seeds", type=int, default=5)
+    p.add_argument("--seeds", type=number(int, 1), default=5)
     p.add_argument("--only", nargs="+", metavar="NAME")
     a = p.parse_args()
     table = TABLES[a.task]

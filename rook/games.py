@@ -23,7 +23,7 @@ from nanorook.settings import fail, number
 from rollout import sample
 from rook import stockfish
 from rook.label import require
-from rook.positions import Position, distinct
+from rook.positions import Position, distinct, is_sound
 
 START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
@@ -55,7 +55,8 @@ def openings(positions, count):
     """The earliest of the boards in which a game can go on."""
     early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
     early = distinct(position._replace(asked=None) for position in early)
-    return list(itertools.islice((position for position in early if not is_over(chess.Board(position.fen))), count))
+    going_on = (p for p in early if is_sound(p) and not is_over(chess.Board(p.fen)))
+    return list(itertools.islice(going_on, count))
 
 
 def is_over(board):
@@ -89,7 +90,10 @@ def start_stockfish(skill, nodes):
 
     def opponent(board):
         engine.send(f"position fen {board.fen()}")
-        return engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()[1]
+        words = engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()
+        if words[1:2] not in [[move.uci()] for move in board.legal_moves]:
+            raise stockfish.EngineError(f"gave no legal move for {board.fen()}")
+        return words[1]
 
     return opponent, f"{engine.name}, skill {skill}, {nodes} nodes"
 

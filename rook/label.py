@@ -106,13 +106,18 @@ def work(path, unit, nodes):
             engine.cache_clear()
 
 
+def lock(file, name):
+    """Holds a file, open for writing, until it is closed or this process ends."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"{name} is in use by another run; wait for its end, or name another one.")
+
+
 def resume(file, header):
     """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
     line that was not written to its end is cut off."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while this process writes it
-    except BlockingIOError:
-        fail(f"{file.name} is in use by another run; wait for its end, or name another file.")
+    lock(file, file.name)
     file.seek(0)
     text = file.read()
     if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
@@ -124,7 +129,12 @@ def resume(file, header):
         fail(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
     end = text.rindex(b"\n") + 1
     file.truncate(end)
-    return [line.split("\t") if line else [] for line in text[len(header) : end].decode().splitlines()]
+    try:
+        units = [line.split("\t") if line else [] for line in text[len(header) : end].decode().split("\n")[:-1]]
+        [positions.read_position(line) for unit in units for line in unit]
+    except ValueError as error:
+        fail(f"{file.name} is damaged ({error!s:.200}); delete it to start again.")
+    return units
 
 
 def run(args):

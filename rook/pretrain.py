@@ -11,11 +11,13 @@ import json
 import math
 import os
 import random
+import shutil
 import sys
-import tempfile
 import time
 from functools import partial
+from io import BytesIO
 from pathlib import Path
+from zipfile import ZipFile
 
 import chess
 import torch
@@ -32,7 +34,7 @@ from nanorook.task import graded
 from nanorook.tokenizer import Tokenizer
 from rollout import sample
 from rook import positions, texts
-from rook.label import start_worker
+from rook.label import lock, start_worker
 
 LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see texts.legal_tokens()
 WARMUP = 100  # steps in which the learning rates rise
@@ -143,15 +145,29 @@ def evaluate(model, questions):
 
 
 def open_folder(out):
-    """Refuses a folder that cannot be written to, and one whose model another program has made."""
+    """Locks it; one that cannot be written to, or whose model another program has made, is refused."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
+        descriptor = os.open(out / ".lock", os.O_CREAT | os.O_WRONLY)  # which stays open until this process ends
     except OSError as error:
         fail(f"{out} cannot be written to ({error.strerror}); name another folder.")
+    lock(descriptor, out)
     foreign = [file for name in ("config.json", "*.safetensors", "*.bin") for file in out.glob(name)]
     if foreign and not (out / "trainer.pt").exists():
         fail(f"{out} holds a model that this program has not made; name another folder to write to.")
+
+
+def save(out, model, dtype, state):
+    """Replaces files only when all new ones are written; these are within `out`, which may be a disk of its own."""
+    unfinished = out / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+    model.save(unfinished / "model", dtype)
+    torch.save(state, content := BytesIO())  # into a file, it would not say that the disk is full
+    (unfinished / "trainer.pt").write_bytes(content.getbuffer())
+    # trainer.pt comes first: a folder with a model and without it is refused as another program's
+    for file in (unfinished / "trainer.pt", *(unfinished / "model").iterdir()):
+        os.replace(file, out / file.name)
+    shutil.rmtree(unfinished)
 
 
 def load_state(file, config):
@@ -159,6 +175,8 @@ def load_state(file, config):
     if not file.exists():
         return {}
     try:  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step
+        if bad := ZipFile(file).testzip():  # torch.load does not check the sums
+            raise ValueError(bad)
         state = torch.load(file, map_location="cpu", weights_only=True)
         if state["config"] == str(config):
             return state
@@ -175,7 +193,8 @@ def main():
     torch.manual_seed(args.seed)
     model = (GPT.load(args.init) if args.init else new_model(args)).to(device)
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
-    labelled, held_out = positions.split([p for source in args.data for p in positions.load(source) if p.moves])
+    labelled = [p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p)]
+    labelled, held_out = positions.split(labelled)
     if not labelled or not held_out:
         fail("the data has no labelled positions to train on and to hold out; label some with python -m rook.label.")
     rare, rng = texts.rare_kinds(labelled), random.Random(0)
@@ -192,11 +211,13 @@ def main():
     optimizers = [Muon(matrices, args.lr_matrix, model.dtype), adam]
     weights_dtype = torch.bfloat16 if args.half else torch.float32
     step, seconds = state.get("step", 0), state.get("elapsed", 0.0)
+    if step > args.steps:
+        fail(f"{args.out} holds {step} steps of training, and --steps {args.steps} is below that; raise it.")
     if state:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        model.save(args.out, weights_dtype)  # a kill may have come between the two files of a save
+        save(args.out, model, weights_dtype, state)  # a kill may have come between the files of a save
         tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
@@ -237,12 +258,9 @@ def main():
             bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
         if step % args.eval_every and step < args.steps and not stop:
             continue
-        # trainer.pt comes first: a folder with a model and without it is refused as another program's
         state = {"step": step, "elapsed": seconds, "config": str(model.config), "dtype": str(model.dtype)[6:]}
         state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-        torch.save(state, args.out / "trainer.pt.tmp")
-        os.replace(args.out / "trainer.pt.tmp", args.out / "trainer.pt")
-        model.save(args.out, weights_dtype)
+        save(args.out, model, weights_dtype, state)
         if stop:
             sys.exit(f"stopped at step {step}; the same command goes on from there.")
         skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(model, questions)}
@@ -254,4 +272,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        fail(f"a file could not be read or written ({error}); the same command resumes from the last save.")

@@ -1,5 +1,6 @@
 import random
 import re
+import runpy
 import sys
 
 import chess
@@ -12,6 +13,7 @@ from rollout import Answer
 from rook import games, texts
 from rook.positions import Position, contract_board
 from rook.texts import mirror
+from toy import program
 
 START = Position(chess.STARTING_FEN, (), ())
 
@@ -70,6 +72,15 @@ def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
     assert games.openings([late, mated, early], 5) == [early, late] and games.openings([late, early], 1) == [early]
     copies = [early._replace(asked=move) for move in ("a1a2", "a1a3")]  # questions about one board are one opening
     assert games.openings([*copies, late, mirror(early)], 5) == [early, late]
+
+
+@pytest.mark.parametrize("answer", ["bestmove", "bestmove (none)", "bestmove e2e5", "bestmove \\377"])
+def test_an_engine_that_answers_garbage_is_said(answer, tmp_path, monkeypatch):
+    text = f"while read word rest; do case $word in uci) echo uciok;; go) printf '{answer}\\n';; esac; done"
+    monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
+    monkeypatch.setattr(sys, "argv", "games weights/tiny --opponent stockfish --games 2 --start initial".split())
+    with pytest.raises(SystemExit, match="error: Stockfish gave no legal move for rnbq"):
+        runpy.run_module("rook.games", run_name="__main__")
 
 
 @pytest.mark.needs("stockfish")

@@ -112,12 +112,18 @@ def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path,
 
 def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):
     partial, header = tmp_path / "partial", b'{"seed": 0}\n'
-    text, units = header + b"a;;x:1\tb;;y:2\n\nc;;z:3\n", [["a;;x:1", "b;;y:2"], [], ["c;;z:3"]]
+    a, b, c = (f"4k3/8/8/8/8/8/8/{rank} w - - 0 1;;e1e2:{cp}" for rank, cp in (("4K3", 1), ("4KB2", 2), ("4KN2", 3)))
+    text, units = header + f"{a}\t{b}\n\n{c}\n".encode(), [[a, b], [], [c]]
     for cut in range(len(text) + 1):
         partial.write_bytes(text[:cut])
         whole = max(header, text[: text[:cut].rfind(b"\n") + 1], key=len)
         assert label.resume(open(partial, "a+b"), header) == units[: whole.count(b"\n") - 1]
         assert partial.read_bytes() == whole
+    for damage in b"\xff", b"what", b"\x0b", b"\t":
+        partial.write_bytes(damaged := text.replace(b"e1e2:2", b"e1e2:2" + damage))
+        with pytest.raises(SystemExit, match="partial is damaged .*; delete it to start again"):
+            label.resume(open(partial, "a+b"), header)
+        assert partial.read_bytes() == damaged
 
 
 def test_an_engine_that_dies_once_is_started_again_and_a_missing_one_is_said(tmp_path, undisturbed):

@@ -1,9 +1,12 @@
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import chess
 import pytest
@@ -184,6 +187,60 @@ def test_a_folder_that_is_not_its_own_is_refused_before_the_first_step(run, few,
     with pytest.raises(SystemExit, match="damaged or of another model; name another folder"):
         run("m", "--data", few, "--steps", 1)
     assert weights.read_bytes() == before
+
+
+def test_a_run_that_stands_further_is_not_continued(run, few):
+    run("m", "--data", few, "--steps", 2)
+    with pytest.raises(SystemExit, match="m holds 2 steps of training, and --steps 1 is below that; raise it"):
+        run("m", "--data", few, "--steps", 1)
+    run("m", "--data", few, "--steps", 2)  # which writes the model again
+
+
+def test_a_folder_that_another_process_trains_is_refused(run, few, tmp_path):
+    (tmp_path / "m").mkdir()
+    code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print('held'); input()"
+    command = [sys.executable, "-uc", code, tmp_path / "m/.lock"]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SystemExit, match="m is in use by another run; wait for its end"):
+            run("m", "--data", few, "--steps", 1)
+        other.communicate("\n")
+    run("m", "--data", few, "--steps", 1)
+
+
+def test_a_save_stays_within_its_folder_and_is_whole_on_a_full_disk(run, few, tmp_path, monkeypatch):
+    """A folder that is a mount point is a disk of its own; a killed process leaves what it has not finished."""
+    (tmp_path / "m/.unfinished/model").mkdir(parents=True)
+    for name in ("replace", "rename"):
+        move = getattr(os, name)
+        within = lambda a, b, move=move: move(a, b) if (tmp_path / "m") in Path(a).parents else 1 / 0  # noqa: E731
+        monkeypatch.setattr(os, name, within)
+    run("m", "--data", few, "--steps", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"] and not (tmp_path / "m/.unfinished").exists()
+    before = {path: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    for full in "trainer.pt", "model.safetensors":
+
+        def write_bytes(path, content, full=full, honest=Path.write_bytes):
+            if path.name == full:
+                raise OSError(28, "No space left on device")
+            return honest(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", write_bytes)
+            patch.setattr(sys, "argv", ["pretrain", str(tmp_path / "m"), *TINY, "--data", str(few), "--steps", "2"])
+            with pytest.raises(SystemExit, match="error: a file could not be read or written .*No space left"):
+                runpy.run_module("rook.pretrain", run_name="__main__")
+        assert all(path.read_bytes() == content for path, content in before.items())
+    run("m", "--data", few, "--steps", 2)
+
+
+def test_changed_bytes_of_its_state_are_noticed(run, few, tmp_path):
+    file = run("m", "--data", few, "--steps", 1) / "trainer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # among the weights
+    file.write_bytes(content)
+    with pytest.raises(SystemExit, match="trainer.pt is damaged or of another model"):
+        run("m", "--data", few, "--steps", 2)
 
 
 def test_what_cannot_be_done_is_said(run, tmp_path, capsys):

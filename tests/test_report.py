@@ -159,6 +159,21 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
     assert text.count("&lt;b&gt;bold") > 20 and text.count("$title_${plots}_?_&amp;") > 20
 
 
+ALTERED = {"metrics.jsonl": ['{"step": "x"}', '{"step": 1, "seconds": 5}', '{"step": 1, "state": ["red"]}']}
+ALTERED |= {"skill.json": ['{"before": 5}', '{"before": {"policy legal T=0": [0.5]}}'], "run.json": ['{"versions": 5}']}
+ALTERED |= {"samples.jsonl": ['{"step": 0}', '{"step": "x", "kind": 1}'], "settings.json": ['{"MAX_GRAD_NORM": "x"}']}
+
+
+@pytest.mark.parametrize("name, content", [(name, text) for name, texts in ALTERED.items() for text in texts])
+def test_files_that_were_altered_are_refused_in_one_sentence(run, monkeypatch, name, content):
+    with open(run / name, "w" if name.endswith(".json") else "a") as file:
+        file.write(content)
+    monkeypatch.setattr("sys.argv", ["report", str(run)])
+    with pytest.raises(SystemExit, match=f"^error: a JSON file in {run} was altered and cannot be shown: [A-Z]"):
+        report.main()
+    assert not (run / "report.html").exists()
+
+
 def test_what_a_killed_run_has_cut_or_not_written_hides_nothing_else(run):
     for file in list(run.iterdir()):
         content = file.read_bytes()

@@ -309,7 +309,12 @@ def main():
     p = argparse.ArgumentParser("python -m tools.report", description=__doc__)
     p.add_argument("folder", help="the OUT_DIR of a run; the page is written into it")
     p.add_argument("other", nargs="?", help="the OUT_DIR of another run, shown beside it")
-    print(write(**vars(p.parse_args())))
+    a = p.parse_args()
+    try:
+        print(write(**vars(a)))
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        where = " or ".join(filter(None, (a.folder, a.other)))
+        fail(f"a JSON file in {where} was altered and cannot be shown: {type(error).__name__} {error}.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 # Sourced by train.sh, test.sh and rook/uci.sh: leaves in $PYTHON an interpreter that has what the requirements
 # files in $NEEDS name.
 # PYTHON=/some/python is used as it is.
+if [ -n "${PYTHON:-}" ] && ! "$PYTHON" -c 'import importlib.util as i; assert i.find_spec("torch")' 2>/dev/null; then
+    echo "error: PYTHON=$PYTHON is no Python that has torch; install requirements.txt there, or leave PYTHON out." >&2
+    exit 1
+fi
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=.venv/bin/python
     for file in $NEEDS; do
