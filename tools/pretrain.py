@@ -11,11 +11,13 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import chess
 import torch
@@ -34,6 +36,8 @@ from rollout import sample
 from tools import texts
 from tools.label import start_worker
 
+# What a token of RookWorld's texts can be: pieces, a number, a letter of a square or a header, a sign, with a space or not.
+TEXT_TOKEN = re.compile(r" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
 LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see texts.legal_tokens()
 WARMUP = 100  # steps in which the learning rates rise
 TOKENIZERS = {
@@ -59,6 +63,7 @@ def arguments():
     p.add_argument("--positions", type=number(int, 288), default=320, help="the longest text; 1024 for GPT-2 124M")
     p.add_argument("--steps", type=count, default=32000, help="where the run ends, counted from its beginning")
     p.add_argument("--decay", type=rate, default=0.3, help="last share of --steps, where the rates fall to zero")
+    p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="in which lists of legal moves fade")
     p.add_argument("--rows", type=number(int, 8), default=32, help="texts in a step; 1024 suits a GPU")
     p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
@@ -82,7 +87,10 @@ def new_model(args):
     shape = tokenizer.vocab_size, args.positions, args.width, args.layers, args.heads
     model = GPT(GPTConfig(*shape, eos_token_id=tokenizer.eos, extra={"chess_format": args.format}))
     model.tokenizer = tokenizer
-    if args.format in rewards.WIDTH:
+    if args.format not in rewards.WIDTH:
+        unused = unused_tokens(model)
+        model.wte.weight.data[unused] = model.wte.weight.data[unused][:1]
+    else:
         # A square's place in the prompt, and where the environment's answer predicts it (from the token before), starts
         # as its name's tokens: to find a move's square is one dot product. From random places a small model takes
         # thousands of steps to learn it.
@@ -91,6 +99,32 @@ def new_model(args):
                 name = model.wte.weight[tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
                 model.wpe.weight.data[board + texts.place_on_board(square)] += name.detach()
     return model
+
+
+def unused_tokens(model):
+    """(V,) True for the tokens that no text has: of GPT-2's 50,257 all but two thousand."""
+    names = {i: token.decode("latin-1") for i, token in model.tokenizer.token_bytes.items()} | {model.tokenizer.eos: " "}
+    return torch.tensor([not TEXT_TOKEN.fullmatch(names.get(i, "")) for i in range(model.config.vocab_size)])
+
+
+def shrink(model):
+    """(V,) the row of each token in the embedding, which from now on has one row for all unused tokens if theirs are
+    equal, as in a new model. On a CPU a softmax over all of GPT-2's tokens would take longer than the layers."""
+    weight, unused = model.wte.weight.detach(), unused_tokens(model)
+    if not unused.any() or not (weight[unused] == weight[unused][0]).all():
+        return torch.arange(len(weight))
+    model.wte = torch.nn.Embedding.from_pretrained(torch.cat([weight[~unused], weight[unused][:1]]), freeze=False)
+    return ((~unused).cumsum(0) - 1).masked_fill(unused, len(unused) - int(unused.sum()))
+
+
+def whole(model, rows):
+    """The model with a row for every token."""
+    with torch.device("meta"):
+        full = GPT(model.config)
+    state = model.state_dict()
+    full.load_state_dict(state | {"wte.weight": state["wte.weight"][rows]}, assign=True)
+    full.tokenizer = model.tokenizer
+    return full.use(model.dtype)
 
 
 def hidden(model, tokens):  # (R, S) -> (R, S, C)
@@ -183,6 +217,11 @@ def main():
     questions = [rewards.policy_question(p, text_format) for p in chosen]
     questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
 
+    rows = shrink(model)
+    copies = rows.bincount().to(device)  # (V,) how many tokens a row stands for
+    # Texts become rows of the table.
+    table = rows.tolist()
+    encoder = SimpleNamespace(vocab_size=len(copies), eos=table[tokenizer.eos], encode=lambda text: [table[i] for i in tokenizer.encode(text)])
     state = load_state(args.out / "trainer.pt", model.config)
     dtype = state.get("dtype", args.dtype) if args.dtype == "auto" else args.dtype  # auto is measured once for a run
     model.use(hardware.fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype))
@@ -196,15 +235,16 @@ def main():
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        model.save(args.out, weights_dtype)  # a kill may have come between the two files of a save
+        whole(model, rows).save(args.out, weights_dtype)  # a kill may have come between the two files of a save
         tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
     def make_batch(step):
         """The same for the same seed and step, in whatever process."""
-        rng, rows = random.Random(f"{args.seed}/{step}"), texts.task_rows(step, args.rows, text_format, not args.init)
-        drawn = texts.draw(rng, rows, labelled, rare, text_format)
-        return {task: texts.tokenize(some, tokenizer, n_positions, text_format) for task, some in drawn.items()}
+        rng, beginner = random.Random(f"{args.seed}/{step}"), not args.init
+        counts = texts.task_rows(step, args.rows, text_format, beginner, args.legal_steps)
+        drawn = texts.draw(rng, counts, labelled, rare, text_format)
+        return texts.batches(drawn, encoder, n_positions, text_format)
 
     workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": make_batch}
     workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's positions
@@ -215,12 +255,12 @@ def main():
         rate, losses = schedule(step, args.steps, args.decay), {}
         for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
             optimizer.param_groups[0]["lr"] = lr * rate
-        total = float(sum(weights.sum() for _, _, _, weights, *_ in batch.values()))
-        for task, arrays in batch.items():
+        total = float(sum(weights.sum() for _, (_, _, _, weights, *_) in batch))
+        for task, arrays in batch:
             arrays = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
             tokens, places, targets, weights, moves, allowed = arrays
             states = forward(model, tokens).flatten(0, 1).index_select(0, places)  # (K, C): where there are targets
-            logprobs = model.head(states).float().log_softmax(-1)  # (K, V)
+            logprobs = (model.head(states).float() + copies.log()).log_softmax(-1)  # (K, V)
             loss = (F.nll_loss(logprobs, targets, reduction="none") * weights).sum()
             illegal = -logprobs[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1).sum()
             ((loss + LEGAL_WEIGHT * illegal) / total).backward()
@@ -242,10 +282,10 @@ def main():
         state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         torch.save(state, args.out / "trainer.pt.tmp")
         os.replace(args.out / "trainer.pt.tmp", args.out / "trainer.pt")
-        model.save(args.out, weights_dtype)
+        whole(model, rows).save(args.out, weights_dtype)
         if stop:
             sys.exit(f"stopped at step {step}; the same command goes on from there.")
-        skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(model, questions)}
+        skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(whole(model, rows), questions)}
         shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
         tqdm.write(f"step {step}  " + "  ".join(shown))
         with open(args.out / "skill.jsonl", "a") as log:

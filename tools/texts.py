@@ -17,11 +17,14 @@ RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom 
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
 ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
 LEGAL, LEGAL_STEPS = 0.56, 4000  # share of texts that list legal moves: at first; none after these steps
+CUT = 0.75  # share of RookWorld's P: lines that are cut off after the moves at first; none after these steps
 JUDGE = 0.12  # share of texts that mark moves as legal or not
 ENVIRONMENT = 0.4  # share of the environment's among the other texts
 ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide each token, where a policy's moves and numbers are half chance
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
 DECISIVE_WEIGHT = 5.0  # on the few tokens of an answer that matter most, see weigh()
+FIELD_WEIGHTS = {"": 0.1, "M": 1, "E": 0.3, "B": 3}  # of RookWorld's fields; "": its padding, a third of the tokens
+PART = 16  # most texts of similar length that are padded to one
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 
 
@@ -50,6 +53,12 @@ def policy_text(position, rng, text_format):
     return rewards.policy_prompt(fen, text_format), policy_completion(fen, moves, text_format)
 
 
+def moves_text(position, rng, text_format):
+    """A policy text as far as its moves, which takes two thirds of the time and teaches the rules as well."""
+    prompt, answer = policy_text(position, rng, text_format)
+    return prompt, answer[: answer.index("E:")].rstrip()
+
+
 def environment_text(position, rng, text_format):
     """Half of the texts have a short history, down to the move alone: with ten moves always, a model reads the move at
     the tenth place, and fails where it is empty. Captures change most, so they are asked more often than in RL."""
@@ -65,7 +74,8 @@ def environment_text(position, rng, text_format):
 def legal_text(position, rng, text_format):
     moves = [move.uci() for move in chess.Board(position.fen).legal_moves]
     prompt = "L" + rewards.policy_prompt(position.fen, text_format)[1:]
-    return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
+    listed = " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
+    return prompt, listed if text_format in rewards.WIDTH else f" {listed}"
 
 
 def judge_text(position, rng, text_format):
@@ -77,7 +87,7 @@ def judge_text(position, rng, text_format):
     return prompt, " ".join(f"{move}{'+' if move in legal else '-'}" for move in moves)
 
 
-TASKS = {"policy": policy_text, "environment": environment_text, "judge": judge_text, "legal": legal_text}
+TASKS = {"policy": policy_text, "moves": moves_text, "environment": environment_text, "judge": judge_text, "legal": legal_text}
 
 
 def rare_kinds(labelled):
@@ -96,14 +106,22 @@ def rare_kinds(labelled):
     return [kind for kind in kinds if kind]
 
 
-def task_rows(step, rows, text_format, beginner):
+def task_rows(step, rows, text_format, beginner, legal_steps=LEGAL_STEPS):
     """How many texts of each task a step has. `beginner`: it starts from random weights and has to learn the rules."""
     unit = max(1, rows // 32)  # few numbers of rows are few shapes
-    legal_share = LEGAL * max(0, 1 - step / LEGAL_STEPS) if beginner else 0
+    fading = max(0, 1 - step / legal_steps) if beginner else 0
     judge_share = JUDGE if text_format in rewards.WIDTH else 0  # weigh() is what makes its marks the only targets
-    legal, judge = (round(share * rows / unit) * unit for share in (legal_share, judge_share))
+    legal, judge = (round(share * rows / unit) * unit for share in (LEGAL * fading, judge_share))
     environment = round(ENVIRONMENT * (rows - legal - judge) / unit) * unit
-    return {"policy": rows - environment - judge - legal, "environment": environment, "judge": judge, "legal": legal}
+    policy = rows - environment - judge - legal
+    moves = 0 if text_format in rewards.WIDTH else round(CUT * policy * fading)  # RookWorld's lines are long
+    return {
+        "policy": policy - moves,
+        "moves": moves,
+        "environment": environment,
+        "judge": judge,
+        "legal": legal,
+    }
 
 
 def mirror_move(uci):
@@ -127,12 +145,23 @@ def draw(rng, rows, labelled, rare, text_format):
     return {task: [TASKS[task](draw(), rng, text_format) for _ in range(n)] for task, n in rows.items() if n}
 
 
+def batches(drawn, tokenizer, n_positions, text_format):
+    """[(task, what tokenize() gives), ...]: lines of RookWorld's differ in length, so those of a length go together."""
+    parts = [(task, some) for task, some in drawn.items()]
+    if text_format not in rewards.WIDTH:
+        parts = []
+        for task, some in drawn.items():
+            some = sorted(some, key=lambda text: len(tokenizer.encode("".join(text))))
+            parts += [(task, some[i : i + PART]) for i in range(0, len(some), PART)]
+    return [(task, tokenize(some, tokenizer, n_positions, text_format)) for task, some in parts]
+
+
 def tokenize(texts, tokenizer, n_positions, text_format):
     """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,), the
     rows (M,) of these K that are tokens of moves, the tokens that are legal there (M, V)."""
     rows = []
     for prompt, answer in texts:
-        pieces = weigh(prompt, answer) if text_format in rewards.WIDTH else [(answer, 1)]
+        pieces = weigh(prompt, answer, text_format)
         weighed = [(token, weight) for piece, weight in pieces for token in tokenizer.encode(piece)]
         rows.append((tokenizer.encode(prompt), *zip(*weighed, (tokenizer.eos, pieces[-1][1]))))
     S = min(n_positions, -(-max(len(prompt) + len(ids) - 1 for prompt, ids, _ in rows) // BUCKET) * BUCKET)
@@ -144,13 +173,11 @@ def tokenize(texts, tokenizer, n_positions, text_format):
         inputs[i, : len(ids) - 1] = ids[:-1]
         targets[i, answered] = ids[len(prompt_ids) :]
         weights[i, answered] = answer_weights[: len(ids) - len(prompt_ids)]
-        if text_format not in rewards.WIDTH:
-            continue
-        for place, tokens in legal_tokens(prompt, answer, tokenizer):
+        for place, tokens in legal_tokens(prompt, answer, tokenizer, text_format):
             weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is no target itself
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
-        if prompt.startswith("A: "):  # behind its move stands a judge's mark, in place of what begins the history
+        if prompt.startswith("A: ") and text_format in rewards.WIDTH:  # behind its move stands a judge's mark, in place of what begins the history
             place = len(tokenizer.encode("+".join(prompt.split("+")[:2]))) - 1
             targets[i, place], weights[i, place] = ord("+" if answer.endswith("+0") else "-"), DECISIVE_WEIGHT
     places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
@@ -164,8 +191,10 @@ def place_on_board(square):
     return 9 * (7 - chess.square_rank(square)) + chess.square_file(square)  # 9: a slash ends a rank
 
 
-def weigh(prompt, answer):
+def weigh(prompt, answer, text_format):
     """[(piece of the answer, weight of each of its tokens), ...]; the end token weighs what the last piece does."""
+    if text_format not in rewards.WIDTH:
+        return weigh_rookworld(prompt, answer)
     if prompt.startswith("J: "):  # the marks alone
         return [(piece, DECISIVE_WEIGHT if piece in ("+", "-") else 0) for piece in re.split("([+-])", answer)]
     if prompt.startswith("P: "):  # the best move, which repeats the first
@@ -184,21 +213,42 @@ def weigh(prompt, answer):
     return [(piece, ENVIRONMENT_WEIGHT * weight) for piece, weight in pieces]
 
 
-def legal_tokens(prompt, answer, tokenizer):
+def weigh_rookworld(prompt, answer):
+    """The same where a token may be several squares, and where a space belongs to the token after it."""
+    if prompt.startswith("L: "):
+        return [(answer, 1)]
+    if prompt.startswith("P: "):
+        pieces = [(piece, FIELD_WEIGHTS[piece.strip()[:1]]) for piece in re.split("( +(?= ))", answer) if piece]
+        return pieces if "B: " in answer else [*pieces, ("", 0)]  # a line that is cut off does not end there
+    fen, move, *_ = prompt[3:].split("+")
+    before, words = (re.findall("[/+]| ?[^/ +]+", text) for text in (fen, answer))  # ranks and slashes, then fields
+    ranks = 16 - 2 * int(move[1]), 16 - 2 * int(move[3])
+    weights = [
+        UNCHANGED_WEIGHT if old == new and i not in ranks else 1 for i, (old, new) in enumerate(zip(before, words))
+    ]
+    weights[18] = DECISIVE_WEIGHT  # the clock of the 50-move rule
+    weights += [1] * (len(words) - len(weights))
+    return [(word, ENVIRONMENT_WEIGHT * weight) for word, weight in zip(words, weights)]
+
+
+def legal_tokens(prompt, answer, tokenizer, text_format):
     """(place, tokens with which a legal move that was not listed before goes on) at each token of a text's moves.
     A text shows one of thirty legal moves; the loss on the sum of all that is not legal says the rule itself."""
     if prompt.startswith("J: "):
         return
     board = chess.Board(positions.contract_board(prompt[3:].partition("+")[0].strip()))
-    legal = [tokenizer.encode(move.uci()) for move in board.legal_moves]
+    own_space = text_format in rewards.WIDTH  # in GPT-2's tokens a space belongs to the move after it
     if prompt.startswith("A: "):
-        before, listed = prompt.partition("+")[0] + "+", prompt.split("+")[1]
+        before, listed, lead = prompt.partition("+")[0] + "+", prompt.split("+")[1], ""
     else:
-        before, listed = prompt + "M: " * answer.startswith("M: "), answer.removeprefix("M: ").partition(" E:")[0]
-    place = len(tokenizer.encode(before)) - 1
-    for move in map(tokenizer.encode, listed.split(" ")):
+        header, listed = re.fullmatch("( *M: )?(.*?)( *E:.*)?", answer).group(1, 2)
+        before, lead = prompt + (header or ""), "" if own_space else " "
+    legal = [tokenizer.encode(lead + move.uci()) for move in board.legal_moves]
+    place = len(tokenizer.encode(before if own_space else before.rstrip())) - 1
+    for move in listed.split():
+        move = tokenizer.encode(lead + move)
         for k in range(len(move)):
             if tokens := [other[k] for other in legal if other[:k] == move[:k] and len(other) > k]:
                 yield place + k, tokens
         legal = [other for other in legal if other != move]
-        place += len(move) + 1
+        place += len(move) + own_space
