@@ -169,7 +169,7 @@ def test_credit_of_an_example_by_hand(toy_settings):
 
     def paid(credit):
         toy_settings(CREDIT=credit, GROUP_SIZE=2)
-        return train.compare(batch, answers).advantages
+        return train.add_advantages(batch, answers).advantages
 
     torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
@@ -191,7 +191,7 @@ def test_the_better_answer_becomes_likelier(loss, credit, toy_settings):
         before = train.forward(policy, batch)[0]
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], [("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]]
     answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
-    batch = train.compare(batch._replace(rollout_logprobs=before), answers)
+    batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers)
     train.update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.01), [batch])
     better, worse = (train.forward(policy, batch)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4

@@ -1,4 +1,4 @@
-"""The texts that tools.pretrain teaches: questions with their ideal answers, as tokens with weights.
+"""The texts that rook.pretrain teaches: questions with their ideal answers, as tokens with weights.
 
 Two tasks more than the policy's and the environment's teach the rules: to list the legal moves of a position (L:),
 which starts as most of the mix and fades, and to mark moves as legal or not (J:, in the formats of small models).
@@ -10,8 +10,8 @@ import chess
 import numpy as np
 
 import rewards
-from nanorook import positions
-from nanorook.stockfish import CANDIDATES, MATE
+from rook import positions
+from rook.stockfish import CANDIDATES, MATE
 
 RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
@@ -145,7 +145,7 @@ def batches(drawn, tokenizer, n_positions, text_format):
     parts of a quarter of a step, each padded to its own longest text."""
     parts = list(drawn.items())
     if text_format not in rewards.WIDTH:
-        size = max(1, sum(map(len, drawn.values())) // 4)
+        size = -(-sum(map(len, drawn.values())) // 4)
         some = {task: sorted(some, key=lambda text: len(tokenizer.encode("".join(text)))) for task, some in parts}
         parts = [(task, some[task][i : i + size]) for task in some for i in range(0, len(some[task]), size)]
     return [(task, tokenize(some, tokenizer, n_positions, text_format)) for task, some in parts]
