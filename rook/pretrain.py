@@ -11,12 +11,14 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import sys
 import time
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from zipfile import ZipFile
 
 import chess
@@ -36,6 +38,8 @@ from rollout import sample
 from rook import positions, texts
 from rook.label import lock, start_worker
 
+# What a token of RookWorld's texts may be: pieces, a number, a letter of a square or a header, a sign; and the space.
+TEXT_TOKEN = re.compile(r" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
 LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see texts.legal_tokens()
 WARMUP = 100  # steps in which the learning rates rise
 TOKENIZERS = {
@@ -61,6 +65,7 @@ def arguments():
     p.add_argument("--positions", type=number(int, 288), default=320, help="the longest text; 1024 for GPT-2 124M")
     p.add_argument("--steps", type=count, default=32000, help="where the run ends, counted from its beginning")
     p.add_argument("--decay", type=rate, default=0.3, help="last share of --steps, where the rates fall to zero")
+    p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="until L: texts have faded")
     p.add_argument("--rows", type=number(int, 8), default=32, help="texts in a step; 1024 suits a GPU")
     p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
@@ -84,7 +89,10 @@ def new_model(args):
     shape = tokenizer.vocab_size, args.positions, args.width, args.layers, args.heads
     model = GPT(GPTConfig(*shape, eos_token_id=tokenizer.eos, extra={"chess_format": args.format}))
     model.tokenizer = tokenizer
-    if args.format in rewards.WIDTH:
+    if args.format not in rewards.WIDTH:
+        unused = unused_tokens(model)
+        model.wte.weight.data[unused] = model.wte.weight.data[unused][:1]
+    else:
         # A square's place in the prompt, and where the environment's answer predicts it (from the token before), starts
         # as its name's tokens: to find a move's square is one dot product. From random places a small model takes
         # thousands of steps to learn it.
@@ -93,6 +101,39 @@ def new_model(args):
                 name = model.wte.weight[tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
                 model.wpe.weight.data[board + texts.place_on_board(square)] += name.detach()
     return model
+
+
+def unused_tokens(model):
+    """(V,) True for the tokens that no text has: of GPT-2's 50,257 all but 1,836."""
+    strings = {i: token.decode("latin-1") for i, token in model.tokenizer.token_bytes.items()}
+    used = [bool(TEXT_TOKEN.fullmatch(strings.get(i, ""))) for i in range(model.config.vocab_size)]
+    used[model.tokenizer.eos] = True
+    return ~torch.tensor(used)
+
+
+def share_unused_row(model):
+    """(V,) the row of each token in the embedding. From now on all unused tokens have one row, the last, if they are
+    equal, as in a new model: on a CPU a softmax over all of GPT-2's tokens would take longer than the layers."""
+    weight, unused = model.wte.weight.detach(), unused_tokens(model).to(model.wte.weight.device)
+    if not unused.any() or not (weight[unused] == weight[unused][0]).all():
+        return torch.arange(len(weight), device=weight.device)
+    model.wte = torch.nn.Embedding.from_pretrained(torch.cat([weight[~unused], weight[unused][:1]]), freeze=False)
+    return ((~unused).cumsum(0) - 1).masked_fill(unused, len(model.wte.weight) - 1)
+
+
+def with_all_rows(model, row_of):
+    """The same model with a row for each token, to be saved or sampled from."""
+    with torch.device("meta"):
+        whole = GPT(model.config)
+    state = model.state_dict()
+    whole.load_state_dict(state | {"wte.weight": state["wte.weight"][row_of]}, assign=True)
+    whole.tokenizer = model.tokenizer
+    return whole.set_compute_dtype(model.dtype)
+
+
+def log_probabilities(model, states, counts):
+    """(K, V) for states (K, C): those of the rows of the embedding, which stand for `counts` (V,) equal tokens each."""
+    return (model.head(states).float() + counts.log()).log_softmax(-1)
 
 
 def hidden(model, tokens):  # (R, S) -> (R, S, C)
@@ -202,6 +243,10 @@ def main():
     questions = [rewards.policy_question(p, text_format) for p in chosen]
     questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
 
+    row_of = share_unused_row(model)
+    counts, rows = row_of.bincount(), row_of.tolist()
+    encoder = SimpleNamespace(vocab_size=len(counts), eos=rows[tokenizer.eos])  # from texts to rows of the embedding
+    encoder.encode = lambda text: [rows[token] for token in tokenizer.encode(text)]
     state = load_state(args.out / "trainer.pt", model.config)
     dtype = state.get("dtype", args.dtype) if args.dtype == "auto" else args.dtype  # auto is measured once for a run
     model.set_compute_dtype(hardware.fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype))
@@ -217,15 +262,16 @@ def main():
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        save(args.out, model, weights_dtype, state)  # a kill may have come between the files of a save
+        # A kill may have come between the files of a save.
+        save(args.out, with_all_rows(model, row_of), weights_dtype, state)
         tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
     def make_batch(step):
         """The same for the same seed and step, in whatever process."""
-        rng, rows = random.Random(f"{args.seed}/{step}"), texts.task_rows(step, args.rows, text_format, not args.init)
-        drawn = texts.draw(rng, rows, labelled, rare, text_format)
-        return {task: texts.tokenize(some, tokenizer, n_positions, text_format) for task, some in drawn.items()}
+        task_rows = texts.task_rows(step, args.rows, text_format, not args.init, args.legal_steps)
+        drawn = texts.draw(random.Random(f"{args.seed}/{step}"), task_rows, labelled, rare, text_format)
+        return texts.batches(drawn, encoder, n_positions, text_format)
 
     workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": make_batch}
     workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's positions
@@ -236,12 +282,12 @@ def main():
         rate, losses = schedule(step, args.steps, args.decay), {}
         for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
             optimizer.param_groups[0]["lr"] = lr * rate
-        total = float(sum(weights.sum() for _, _, _, weights, *_ in batch.values()))
-        for task, arrays in batch.items():
+        total = float(sum(weights.sum() for _, (_, _, _, weights, *_) in batch))
+        for task, arrays in batch:
             arrays = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
             tokens, places, targets, weights, moves, allowed = arrays
             states = forward(model, tokens).flatten(0, 1).index_select(0, places)  # (K, C): where there are targets
-            logprobs = model.head(states).float().log_softmax(-1)  # (K, V)
+            logprobs = log_probabilities(model, states, counts)  # (K, V)
             loss = (F.nll_loss(logprobs, targets, reduction="none") * weights).sum()
             illegal = -logprobs[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1).sum()
             ((loss + LEGAL_WEIGHT * illegal) / total).backward()
@@ -260,10 +306,11 @@ def main():
             continue
         state = {"step": step, "elapsed": seconds, "config": str(model.config), "dtype": str(model.dtype)[6:]}
         state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-        save(args.out, model, weights_dtype, state)
+        whole = with_all_rows(model, row_of)
+        save(args.out, whole, weights_dtype, state)
         if stop:
             sys.exit(f"stopped at step {step}; the same command goes on from there.")
-        skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(model, questions)}
+        skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(whole, questions)}
         shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
         tqdm.write(f"step {step}  " + "  ".join(shown))
         with open(args.out / "skill.jsonl", "a") as log:

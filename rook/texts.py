@@ -1,7 +1,7 @@
 """The texts that rook.pretrain teaches: questions with their ideal answers, as tokens with weights.
 
 Two tasks more than the policy's and the environment's teach the rules: to list the legal moves of a position (L:),
-which starts as most of the mix and fades, and to mark moves as legal or not (J:).
+which starts as most of the mix and fades, and to mark moves as legal or not (J:, in the formats of small models).
 """
 
 import re
@@ -17,11 +17,13 @@ RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom 
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
 ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
 LEGAL, LEGAL_STEPS = 0.56, 4000  # share of texts that list legal moves: at first; none after these steps
+CUT = 0.75  # share of RookWorld's P: lines that end after their moves: at first; none after LEGAL_STEPS
 JUDGE = 0.12  # share of texts that mark moves as legal or not
 ENVIRONMENT = 0.4  # share of the environment's among the other texts
 ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide each token, where a policy's moves and numbers are half chance
 UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
 DECISIVE_WEIGHT = 5.0  # on the few tokens of an answer that matter most, see weigh()
+FIELD_WEIGHTS = {"M": 1, "E": 0.3, "B": 3, "": 0.1}  # in RookWorld's lines; the last one is of their padding
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 
 
@@ -50,6 +52,12 @@ def policy_text(position, rng, text_format):
     return rewards.policy_prompt(fen, text_format), policy_completion(fen, moves, text_format)
 
 
+def moves_text(position, rng, text_format):
+    """A policy text up to its moves: it teaches legal moves just as well, in two thirds of the time."""
+    prompt, answer = policy_text(position, rng, text_format)
+    return prompt, answer[: answer.index("E:")].rstrip()
+
+
 def environment_text(position, rng, text_format):
     """Half of the texts have a short history, down to the move alone: with ten moves always, a model reads the move at
     the tenth place, and fails where it is empty. Captures change most, so they are asked more often than in RL."""
@@ -65,7 +73,8 @@ def environment_text(position, rng, text_format):
 def legal_text(position, rng, text_format):
     moves = [move.uci() for move in chess.Board(position.fen).legal_moves]
     prompt = "L" + rewards.policy_prompt(position.fen, text_format)[1:]
-    return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
+    listed = " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
+    return prompt, listed if text_format in rewards.WIDTH else f" {listed}"
 
 
 def judge_text(position, rng, text_format):
@@ -77,7 +86,8 @@ def judge_text(position, rng, text_format):
     return prompt, " ".join(f"{move}{'+' if move in legal else '-'}" for move in moves)
 
 
-TASKS = {"policy": policy_text, "environment": environment_text, "judge": judge_text, "legal": legal_text}
+TASKS = {"policy": policy_text, "moves": moves_text, "environment": environment_text}
+TASKS |= {"judge": judge_text, "legal": legal_text}
 
 
 def rare_kinds(labelled):
@@ -96,14 +106,17 @@ def rare_kinds(labelled):
     return [kind for kind in kinds if kind]
 
 
-def task_rows(step, rows, text_format, beginner):
+def task_rows(step, rows, text_format, beginner, legal_steps=LEGAL_STEPS):
     """How many texts of each task a step has. `beginner`: it starts from random weights and has to learn the rules."""
     unit = max(1, rows // 32)  # few numbers of rows are few shapes
-    legal_share = LEGAL * max(0, 1 - step / LEGAL_STEPS) if beginner else 0
+    fades = max(0, 1 - step / legal_steps) if beginner else 0
     judge_share = JUDGE if text_format in rewards.WIDTH else 0  # weigh() is what makes its marks the only targets
-    legal, judge = (round(share * rows / unit) * unit for share in (legal_share, judge_share))
+    legal, judge = (round(share * rows / unit) * unit for share in (LEGAL * fades, judge_share))
     environment = round(ENVIRONMENT * (rows - legal - judge) / unit) * unit
-    return {"policy": rows - environment - judge - legal, "environment": environment, "judge": judge, "legal": legal}
+    policy = rows - environment - judge - legal
+    moves = 0 if text_format in rewards.WIDTH else round(CUT * fades * policy / unit) * unit
+    rest = {"environment": environment, "judge": judge, "legal": legal}
+    return {"policy": policy - moves, "moves": moves} | rest
 
 
 def mirror_move(uci):
@@ -127,12 +140,23 @@ def draw(rng, rows, labelled, rare, text_format):
     return {task: [TASKS[task](draw(), rng, text_format) for _ in range(n)] for task, n in rows.items() if n}
 
 
+def batches(drawn, tokenizer, n_positions, text_format):
+    """[(task, what tokenize() returns), ...]. RookWorld's texts differ in length, so they are sorted by it and cut into
+    parts of a quarter of a step, each padded to its own longest text."""
+    parts = list(drawn.items())
+    if text_format not in rewards.WIDTH:
+        size = -(-sum(map(len, drawn.values())) // 4)
+        some = {task: sorted(some, key=lambda text: len(tokenizer.encode("".join(text)))) for task, some in parts}
+        parts = [(task, some[task][i : i + size]) for task in some for i in range(0, len(some[task]), size)]
+    return [(task, tokenize(some, tokenizer, n_positions, text_format)) for task, some in parts]
+
+
 def tokenize(texts, tokenizer, n_positions, text_format):
     """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,), the
     rows (M,) of these K that are tokens of moves, the tokens that are legal there (M, V)."""
     rows = []
     for prompt, answer in texts:
-        pieces = weigh(prompt, answer) if text_format in rewards.WIDTH else [(answer, 1)]
+        pieces = weigh(prompt, answer, text_format)
         weighed = [(token, weight) for piece, weight in pieces for token in tokenizer.encode(piece)]
         rows.append((tokenizer.encode(prompt), *zip(*weighed, (tokenizer.eos, pieces[-1][1]))))
     S = min(n_positions, -(-max(len(prompt) + len(ids) - 1 for prompt, ids, _ in rows) // BUCKET) * BUCKET)
@@ -144,13 +168,12 @@ def tokenize(texts, tokenizer, n_positions, text_format):
         inputs[i, : len(ids) - 1] = ids[:-1]
         targets[i, answered] = ids[len(prompt_ids) :]
         weights[i, answered] = answer_weights[: len(ids) - len(prompt_ids)]
-        if text_format not in rewards.WIDTH:
-            continue
-        for place, tokens in legal_tokens(prompt, answer, tokenizer):
+        for place, tokens in legal_tokens(prompt, answer, tokenizer, text_format):
             weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is no target itself
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
-        if prompt.startswith("A: "):  # behind its move stands a judge's mark, in place of what begins the history
+        if prompt.startswith("A: ") and text_format in rewards.WIDTH:
+            # Behind its move stands a judge's mark, in place of what begins the history.
             place = len(tokenizer.encode("+".join(prompt.split("+")[:2]))) - 1
             targets[i, place], weights[i, place] = ord("+" if answer.endswith("+0") else "-"), DECISIVE_WEIGHT
     places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
@@ -164,15 +187,17 @@ def place_on_board(square):
     return 9 * (7 - chess.square_rank(square)) + chess.square_file(square)  # 9: a slash ends a rank
 
 
-def weigh(prompt, answer):
+def weigh(prompt, answer, text_format):
     """[(piece of the answer, weight of each of its tokens), ...]; the end token weighs what the last piece does."""
+    if prompt.startswith("L: "):
+        return [(answer, 1)]
+    if text_format not in rewards.WIDTH:
+        return weigh_fields(prompt, answer)
     if prompt.startswith("J: "):  # the marks alone
         return [(piece, DECISIVE_WEIGHT if piece in ("+", "-") else 0) for piece in re.split("([+-])", answer)]
     if prompt.startswith("P: "):  # the best move, which repeats the first
         before, header, best = answer.rpartition("B: ")
         return [(before + header, 1), (best, DECISIVE_WEIGHT), ("", 1)]
-    if prompt.startswith("L: "):
-        return [(answer, 1)]
     # What a rule decides: the squares of the move, which tell whether it was legal, and the clock of the 50-move rule,
     # which at weight 1 stayed wrong after a quarter of legal moves.
     board, fields, clock, rest = re.fullmatch(r"(.{71})( \S+ \S+ \S+ )(\d+)(.*)", answer).groups()
@@ -184,21 +209,41 @@ def weigh(prompt, answer):
     return [(piece, ENVIRONMENT_WEIGHT * weight) for piece, weight in pieces]
 
 
-def legal_tokens(prompt, answer, tokenizer):
+def weigh_fields(prompt, answer):
+    """weigh() for RookWorld's format, where a token may be several squares and includes the space before it."""
+    if prompt.startswith("P: "):
+        fields = [piece for piece in re.split("( +(?= ))", answer) if piece]  # the last space belongs to the next field
+        pieces = [(piece, FIELD_WEIGHTS[piece.strip()[:1]]) for piece in fields]
+        return pieces if " B: " in answer else [*pieces, ("", 0)]  # a text up to its moves does not end there
+    fen, move, *_ = prompt[3:].split("+")
+    before, after = (re.findall("[/+]| ?[^/ +]+", text) for text in (fen, answer))  # ranks and slashes, then fields
+    weights = [UNCHANGED_WEIGHT if old == new else 1 for old, new in zip(before, after)]
+    weights += [1] * (len(after) - len(weights))
+    for rank in move[1], move[3]:  # whether the move was legal shows here
+        weights[2 * (8 - int(rank))] = 1
+    weights[18] = DECISIVE_WEIGHT  # the clock of the 50-move rule
+    return [(piece, ENVIRONMENT_WEIGHT * weight) for piece, weight in zip(after, weights)]
+
+
+def legal_tokens(prompt, answer, tokenizer, text_format):
     """(place, tokens with which a legal move that was not listed before goes on) at each token of a text's moves.
     A text shows one of thirty legal moves; the loss on the sum of all that is not legal says the rule itself."""
     if prompt.startswith("J: "):
         return
     board = chess.Board(positions.contract_board(prompt[3:].partition("+")[0].strip()))
-    legal = [tokenizer.encode(move.uci()) for move in board.legal_moves]
+    header, listed = re.match("( *M: )?(.*?)(?= *E:|$)", answer).groups("")
+    before, space = prompt + header, ""
     if prompt.startswith("A: "):
         before, listed = prompt.partition("+")[0] + "+", prompt.split("+")[1]
-    else:
-        before, listed = prompt + "M: " * answer.startswith("M: "), answer.removeprefix("M: ").partition(" E:")[0]
+    elif text_format not in rewards.WIDTH:
+        before, space = before.rstrip(), " "  # which belongs to the move after it
+    separator = text_format in rewards.WIDTH  # is a token
+    legal = [tokenizer.encode(space + move.uci()) for move in board.legal_moves]
     place = len(tokenizer.encode(before)) - 1
-    for move in map(tokenizer.encode, listed.split(" ")):
+    for move in listed.split():
+        move = tokenizer.encode(space + move)
         for k in range(len(move)):
             if tokens := [other[k] for other in legal if other[:k] == move[:k] and len(other) > k]:
                 yield place + k, tokens
         legal = [other for other in legal if other != move]
-        place += len(move) + 1
+        place += len(move) + separator

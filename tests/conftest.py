@@ -1,6 +1,7 @@
 """Fixtures, and what becomes of tests that need a program which is not installed."""
 
 import gzip
+import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
@@ -15,6 +16,7 @@ import rewards
 import toy
 import train
 from model import GPT, GPTConfig
+from nanorook import tokenizer
 from nanorook.tokenizer import Tokenizer
 from rook import positions, stockfish, texts
 
@@ -73,6 +75,17 @@ def bpe_folder(chess_lines, tmp_path_factory):
     bpe.train_from_iterator(chess_lines[:300], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
     bpe.save_model(str(folder))
     GPT2Tokenizer.from_pretrained(folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory):
+    """GPT-2's own tokenizer files, made of its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
+    folder, merges = tmp_path_factory.mktemp("gpt2"), gzip.open(toy.ROOT / "tests/gpt2/merges.txt.gz").read()
+    merged = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
+    tokens = [*tokenizer.byte_names().values(), *merged, tokenizer.END]
+    (folder / "merges.txt").write_bytes(merges)
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     return folder
 
 

@@ -46,6 +46,11 @@ def run(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
+def gpt2(gpt2_folder):
+    return Tokenizer.load(gpt2_folder)
+
+
+@pytest.fixture(scope="module")
 def few(tmp_path_factory):
     file = tmp_path_factory.mktemp("positions") / "few.txt"
     file.write_text("\n".join(map(write_position, LABELLED[0][:10] + LABELLED[1][:4])))
@@ -114,10 +119,10 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more():
     assert weights[-3:].tolist() == [decisive, decisive, 1] and set(weights[:-3].tolist()) == {1}  # the move after B:
 
 
-@pytest.mark.parametrize("text_format", ["squares", "expanded"])
-def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(text_format):
+@pytest.mark.parametrize("text_format", TOKENIZERS)
+def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_moves(text_format, gpt2):
     """At each token of a move: the tokens with which some move that is legal, and not listed before, goes on."""
-    tokenizer = TOKENIZERS[text_format]
+    tokenizer = gpt2 if text_format == "rookworld" else TOKENIZERS[text_format]
     for task, some in draw(2000, text_format, rows=64).items():
         _, _, targets, weights, moves, allowed = texts.tokenize(some, tokenizer, 512, text_format)
         right = allowed[range(len(moves)), targets[moves]]
@@ -127,15 +132,86 @@ def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_
             assert 0.6 < right.mean() < 1 and not weights[moves].any() if task == "environment" else right.all()
 
     promotion, king, nowhere = "a7/a1 a8 q/r/b/n", "a7/a1 a2/b1/b2", "a7/a1 a2/b1/b2"
-    if text_format == "expanded":  # no legal move goes on after a1h
+    if text_format != "squares":  # no legal move goes on after a1h
         promotion, king, nowhere = "a 7/1 a 8 q/r/b/n", "a 7/1 a/b 1/2", "a 7/1 a/b"
     fen, environment = "8/P6k/8/8/8/8/8/K7 w - - 0 1", rewards.environment_prompt
     policy = rewards.policy_prompt(fen, text_format), "M: a7a8n a1b1 E: 1 2 B: a1b1", f"{promotion} {king}"
     asked = [(environment(fen, m, [m], text_format), "...", t) for m, t in (("a7a8n", promotion), ("a1h8", nowhere))]
     for prompt, answer, wanted in (policy, *asked):
-        marks = [tokens for _, tokens in texts.legal_tokens(prompt, answer, tokenizer)]
+        marks = [tokens for _, tokens in texts.legal_tokens(prompt, answer, tokenizer, text_format)]
         found = [{detokenize(tokenizer, [token])[0] for token in tokens} for tokens in marks]
-        assert found == [{*n.split("/")} for n in wanted.split()]
+        if text_format == "rookworld" and prompt[0] == "P":  # a space belongs to the token after it
+            wanted = wanted.replace("a 7/1", "_a 7/1")
+        assert found == [{*n.replace("_", " ").split("/")} for n in wanted.split()]
+
+
+def test_rookworlds_texts_in_gpt2s_tokens(gpt2):
+    """They are those of the whole line, whatever pieces were weighed; texts of similar length are padded to one."""
+    assert [gpt2.token_bytes[token] for token in gpt2.encode(" a7a8q")] == [b" a", b"7", b"a", b"8", b"q"]
+    for task, some in draw(2000, "rookworld").items():
+        parts = [inputs for _, (inputs, *_) in texts.batches({task: some}, gpt2, 320, "rookworld")]
+        lines = [gpt2.encode(prompt + answer) for prompt, answer in some]
+        assert sorted([t for t in row if t] for part in parts for row in part.tolist()) == sorted(lines)  # 0 is "!"
+        assert all(pretrain.TEXT_TOKEN.fullmatch(gpt2.token_bytes[t].decode()) for line in lines for t in line)
+        widths = [part.shape[1] for part in parts]
+        assert len(parts) == 4 and widths == sorted(widths) and (widths[0] < widths[3] or task == "moves")
+
+
+def test_what_counts_less_and_more_in_rookworlds_texts(gpt2):
+    half, two, ten = 2 * texts.UNCHANGED_WEIGHT, 2, 2 * texts.DECISIVE_WEIGHT
+    board = {"r1b1k2r": half, "2P2N2": half, "R1BQK2R": half, " KQkq": half, " 11": half, "0.001": two}
+    for move, changes in (
+        ("e1g1", {"R1BQ1RK1": two, " b": two, " kq": two, " 2": ten}),  # castles
+        ("e1e3", {"R1BQK2R": two, "2P2N2": two, " w": half, " 1": ten, "-1.0": two}),  # is illegal, which shows there
+    ):
+        question = rewards.environment_question(positions.Position(FEN, (), (), move), random.Random(0), "rookworld")
+        answer = texts.environment_completion(*question.truth, "rookworld")
+        pieces = dict(texts.weigh(question.prompt, answer, "rookworld"))
+        assert "".join(piece for piece, _ in texts.weigh(question.prompt, answer, "rookworld")) == answer
+        for piece in pieces.keys() & (board | changes).keys():
+            assert pieces[piece] == pytest.approx((board | changes)[piece]), piece
+        assert changes.keys() <= pieces.keys()
+    labels = (("e1g1", 90), ("d1d3", 20))
+    prompt, line = texts.policy_text(positions.Position(FEN, (), labels), random.Random(0), "rookworld")
+    fields = [(" " * 28, 0.1), (" M: d1d3 e1g1", 1), (" " * 20, 0.1), (" E: 0.2 0.9", 0.3), (" " * 32, 0.1)]
+    assert texts.weigh(prompt, line, "rookworld") == [*fields, (" B: e1g1", 3)]
+    prompt, line = texts.moves_text(positions.Position(FEN, (), labels), random.Random(0), "rookworld")
+    _, _, targets, weights, *_ = texts.tokenize([(prompt, line)], gpt2, 320, "rookworld")
+    assert targets[-1] == gpt2.eos and weights[-9:].tolist() == [1] * 8 + [0]  # it does not end there
+
+
+def test_whole_lines_of_rookworlds_become_more():
+    shares = [texts.task_rows(step, 64, "rookworld", True, 100) for step in (0, 50, 100)]
+    assert [(rows["policy"], rows["moves"]) for rows in shares] == [(4, 12), (18, 10), (38, 0)]
+    assert texts.task_rows(0, 64, "rookworld", False) == shares[2] | {"moves": 0}
+
+
+def test_unused_tokens_share_a_row_as_if_the_softmax_had_all_of_them(run, few, gpt2_folder):
+    arguments = "--data", few, "--format", "rookworld", "--tokenizer", gpt2_folder, "--eval-every", 1
+    run("m", *arguments, "--steps", 1)
+    folder = run("m", *arguments, "--steps", 2)  # resumed
+    model, all_rows = GPT.load(folder), GPT.load(folder)
+    text = texts.policy_text(positions.split(positions.load(few))[0][0], random.Random(0), "rookworld")
+    inputs, places, targets, *_ = map(torch.from_numpy, texts.tokenize([text], model.tokenizer, 320, "rookworld"))
+    unused = pretrain.unused_tokens(model)
+    assert len(unused) == 50257 and unused.sum() == 48421
+
+    row_of = pretrain.share_unused_row(model)
+    assert len(model.wte.weight) == 1837 and torch.equal(row_of == 1836, unused)
+    full = all_rows(inputs)[0, places].log_softmax(-1)
+    states = pretrain.hidden(model, row_of[inputs])[0, places]
+    shared = pretrain.log_probabilities(model, states, row_of.bincount())
+    torch.testing.assert_close(shared[:, :-1], full[:, ~unused], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shared[:, -1], full[:, unused].logsumexp(-1), rtol=0, atol=1e-4)
+    (full[range(len(targets)), targets].sum() + full[:, unused].logsumexp(-1).sum()).backward()
+    (shared[range(len(targets)), row_of[targets]].sum() + shared[:, -1].sum()).backward()
+    gradient = all_rows.wte.weight.grad
+    torch.testing.assert_close(model.wte.weight.grad[:-1], gradient[~unused], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model.wte.weight.grad[-1], gradient[unused].sum(0), rtol=1e-3, atol=1e-3)
+    for name, weight in pretrain.with_all_rows(model, row_of).state_dict().items():
+        assert torch.equal(weight, all_rows.state_dict()[name])
+    all_rows.wte.weight.data[0] += 1  # of a model that was trained on other texts, too
+    assert torch.equal(pretrain.share_unused_row(all_rows), torch.arange(50257))
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
