@@ -149,15 +149,14 @@ def microbatch_tokens(model):
 def by_signal(batch):
     """Without a KL, groups whose advantages are all zero have no gradient: apart, as metrics need only their forward."""
     signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | (KL_COEF > 0)  # (B,)
-    parts = [groups.nonzero()[:, 0] for groups in (signal, ~signal)]
-    return [batch.select(part, batch.prompts.shape[1], batch.tokens.shape[1]) for part in parts if len(part)]
+    P, T = batch.prompts.shape[1], batch.tokens.shape[1]
+    return [batch.select(groups.nonzero()[:, 0], P, T) for groups in (signal, ~signal) if groups.any()]
 
 
 def update(model, reference, optimizer, batches):
     """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
     before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    most = microbatch_tokens(model)
-    parts = [part for batch in batches for some in by_signal(batch) for part in microbatches(some, most)]
+    parts = [p for batch in batches for some in by_signal(batch) for p in microbatches(some, microbatch_tokens(model))]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
