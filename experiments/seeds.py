@@ -3,11 +3,11 @@
     python -m experiments.seeds OUT EVAL_POSITIONS=1000                                  chess: five runs, five controls
     python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes of two cores
 
-Each run is train.py in OUT/seed-N, each control (CONTROL=shuffle, see nanorook.task) in OUT/control-N. OUT/seeds.json
-has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names. Each seed draws
-its own training questions and held-out questions, and a control those of its seed. Before and after are compared
-question by question. An interval is that of the mean over other seeds and other questions. It counts that seeds ask
-some of the same questions where a task has few (see nanorook.statistics.over_seeds).
+Each run is train.py in OUT/seed-N, each control in OUT/control-N (CONTROL=shuffle, see nanorook.task.shuffled).
+OUT/seeds.json has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names.
+Each seed draws its own training questions and held-out questions, and a control those of its seed. Before and after are
+compared question by question. An interval is that of the mean over other seeds and other questions. It counts that
+seeds ask some of the same questions where a task has few (see nanorook.statistics.over_seeds).
 """
 
 import argparse
