@@ -21,7 +21,7 @@ from rapidfuzz.distance import Levenshtein
 from nanorook import parallel
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
-from rook import positions, stockfish
+from rook import board, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
@@ -89,6 +89,12 @@ def question(text, config):
     if not any(board.legal_moves):
         fail(f"in {fen} no move is legal; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
+
+
+def show(question, text):
+    """Arrows are the moves of an answer: green the engine's best or a mate, blue another of its five or a check, amber
+    legal, red illegal; the faint ones are candidates. Red squares differ from the true next position."""
+    return board.draw(question, text)
 
 
 def typed_board(fen):

@@ -1,4 +1,4 @@
-"""What a run says about itself: its state and what to do about it, the progress line, tables, logs."""
+"""What a run says about itself: its state and what to do about it, the progress line, figures of answers, logs."""
 
 import json
 import math
@@ -17,7 +17,8 @@ import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
-from nanorook.task import as_sum, earned
+from nanorook.statistics import interval, known
+from nanorook.task import as_sum, earned, shown
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -45,37 +46,35 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     return {"state": "green", "advice": ""}
 
 
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half-widths of 95 % for 2, 3, ... values
-
-
-def interval(values, counts=None):
-    """The mean and the half-width of its 95 % interval by Student's distribution, infinite where there is one value.
-    With `counts` it is the ratio of two sums, such as illegal moves over moves; a count of 0 is no value. Its
-    variance is that of values - ratio · counts (Cochran, Sampling Techniques, 1977, chapter 6)."""
-    counts = [1] * len(values) if counts is None else counts
-    ratio, n = sum(values) / sum(counts), sum(count > 0 for count in counts)
-    if n == 1:
-        return ratio, math.inf
-    variance = sum((v - ratio * c) ** 2 for v, c in zip(values, counts)) / (n - 1)
-    factor = STUDENT[n - 2] if n < 11 else 1.96 + 2.5 / (n - 1)
-    return ratio, factor * math.sqrt(variance * n) / sum(counts)
-
-
-def with_interval(mean, half, form=".3f"):
-    return f"{mean:{form}} ± {half:{form.lstrip('+')}}" if half < math.inf else f"{mean:{form}}"
-
-
 def figures(answers):
-    """{"policy legal": [its value in each answer], ...}: reward and metrics of each kind of question."""
-    values = {}
+    """{"policy legal": [its value in each answer of the kind, or None], ...}: reward and metrics of each kind."""
+    kinds = {}
     for answer in answers:
-        for name, value in ({"reward": answer.grade.reward} | answer.grade.metrics).items():
-            values.setdefault(f"{answer.question.kind} {name}", []).append(value)
-    return values
+        values = {"reward": answer.grade.reward} | answer.grade.metrics
+        kinds.setdefault(answer.question.kind, []).append({name: float(value) for name, value in values.items()})
+    return {f"{kind} {name}": [row.get(name) for row in rows]
+            for kind, rows in kinds.items() for name in dict.fromkeys(name for row in rows for name in row)}  # fmt: skip
 
 
 def intervals(answers):
-    return {name: interval(values) for name, values in figures(answers).items()}
+    """{"policy legal": (mean, half-width of its 95 % interval, the values of figures()), ...}"""
+    return {name: (*interval(known(values)), values) for name, values in figures(answers).items()}
+
+
+def pass_at_k(values, n, k):
+    """For each question the chance that one of k answers is right where its n answers have these values and 1 is right,
+    without bias (Chen et al., 2021, Evaluating Large Language Models Trained on Code); None where none has a value."""
+    groups = [values[i : i + n] for i in range(0, len(values), n)]
+    return [None if {*g} == {None} else 1 - math.comb(n - g.count(1), k) / math.comb(n, k) for g in groups]
+
+
+def pass_rates(answers, n):
+    """{"mates mate pass@4": as in intervals(), ...} of metrics that are shares, from `n` answers to each question."""
+    rates = {}
+    for name, values in figures(answers).items():
+        if not name.endswith(" reward") and all(0 <= value <= 1 for value in known(values)):
+            rates |= {f"{name} pass@{k}": pass_at_k(values, n, k) for k in (1, 4, 16, 64) if k <= n}
+    return {name: (*interval(known(values)), values) for name, values in rates.items()}
 
 
 def describe_answers(answers, group_size):
@@ -94,9 +93,9 @@ def describe_answers(answers, group_size):
     for kind, count in Counter(answer.question.kind for answer in answers).items():
         pieces = [piece for answer in answers if answer.question.kind == kind for piece in answer.grade.pieces]
         result |= {f"{kind}/earned/{name}": value / count for name, value in earned(pieces).items()}
-    if structure := sum((values for name, values in found.items() if name.endswith(" structure")), []):
+    if structure := known(sum((values for name, values in found.items() if name.endswith(" structure")), [])):
         result["structure"] = fmean(structure)
-    return result | {name.replace(" ", "/"): fmean(values) for name, values in found.items()}
+    return result | {name.replace(" ", "/"): fmean(known(values)) for name, values in found.items()}
 
 
 def progress_line(past, steps, evaluation_seconds):
@@ -115,22 +114,21 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
-def show(answers):
-    """The worst and the best of some answers, each with what its reward is made of."""
+def show(task, answers):
+    """Prints the worst and the best of some answers."""
     ordered = sorted(answers, key=lambda answer: answer.grade.reward)
     for which, answer in (("worst", ordered[0]), ("best", ordered[-1])):
-        prompt, text = printable(answer.question.prompt.strip()), printable(answer.text.strip())
-        print(f"  {which} of {len(ordered)}: {prompt}\n  -> {text}")
-        print(f"     {answer.grade.reward:.4g} = {as_sum(answer.grade.pieces) or 0}")
+        print(f"  {which} of {len(ordered)}: {printable(answer.question.prompt.strip())}")
+        show_answer(task, answer)
 
 
-def table(columns):
-    """{title: skill} side by side, one row for each name."""
-    lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in columns)]
-    for name in dict.fromkeys(name for skill in columns.values() for name in skill):
-        cells = [with_interval(*skill[name]) if name in skill else "" for skill in columns.values()]
-        lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+def show_answer(task, answer, title=""):
+    """Prints an answer, as the task shows it if that is text, and what its reward is made of if it has a grade."""
+    text = shown(task, answer.question, answer.text)
+    text = text if text and not text.startswith("<") else answer.text.strip()
+    print(f"  {title}-> {printable(text)}" + " ... (cut off)" * answer.hit_limit)
+    if answer.grade:
+        print(f"  {'':{len(title)}}   {answer.grade.reward:.4g} = {as_sum(answer.grade.pieces) or 0}")
 
 
 def describe(command, device, dtype):

@@ -13,13 +13,13 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import chess.svg
-
+from nanorook import task as task_file
 from nanorook.settings import fail
-from nanorook.task import as_sum
-from rook.positions import contract_board
+from nanorook.statistics import with_interval
+from nanorook.tables import change
+from nanorook.task import Question, as_sum
 
 
 class Run(NamedTuple):
@@ -27,6 +27,7 @@ class Run(NamedTuple):
     name: str
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
+    task: Any  # the module of its task; None if it is not here
     settings: dict
     about: dict  # run.json
     skill: dict
@@ -51,7 +52,14 @@ def read_run(folder, label):
     for row in rows:
         row |= {f"{name} seconds": value for name, value in row.pop("seconds", {}).items()}
     files = [(read(folder / f"{name}.json") or [{}])[0] for name in ("settings", "run", "skill")]
-    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), *files)
+    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), load_task(files[0].get("TASK")), *files)
+
+
+def load_task(file):
+    try:
+        return file and task_file.load(file)
+    except (SystemExit, Exception):  # the page of a run from another machine lacks what its task would show, no more
+        return None
 
 
 def head(run):
@@ -77,18 +85,15 @@ def states(run):
 
 
 def skill_table(runs):
-    """A mean is marked where it is further from the first than both intervals allow."""
+    """A mean is marked where its change since the first is more than noise."""
     columns, body = [(run, title) for run in runs for title in run.skill], ""
     for name in dict.fromkeys(name for run, title in columns for name in run.skill[title]):
         body += f"<tr><th>{escape(name)}</th>"
         for run, title in columns:
-            mean, half = run.skill[title].get(name, (math.nan, 0))
-            first, first_half = next(iter(run.skill.values())).get(name, (mean, 0))
-            real = abs(mean - first) > math.hypot(half, first_half)
-            css, mark = ("", "") if not real else ("up", "▲ ") if mean > first else ("down", "▼ ")
-            shown = f"{mean:.3f} ± {half:.3f}" if half < math.inf else f"{mean:.3f}"  # one value has no interval
-            figure = mark + shown if math.isfinite(mean) else "–"
-            body += f'<td class="{css}">{figure}</td>'
+            figure = run.skill[title].get(name, (math.nan, 0))
+            rise, noise = change(next(iter(run.skill.values())).get(name, figure), figure)
+            css, mark = ("up", "▲ ") if rise > noise else ("down", "▼ ") if rise < -noise else ("", "")
+            body += f'<td class="{css}">{mark + with_interval(*figure[:2]) if math.isfinite(figure[0]) else "–"}</td>'
         body += "</tr>"
     head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -212,7 +217,7 @@ def cards(runs):
         for sample in run.samples:
             if sample["step"] in (min(steps), max(steps)):
                 title = run.label + (f"step {sample['step']}" if sample["step"] else "before")
-                questions.setdefault((sample["kind"], sample["prompt"]), {})[title] = sample
+                questions.setdefault((sample["kind"], sample["prompt"]), {})[title] = sample | {"shown": shown(run, sample)}
                 for pieces in judged(sample).values():
                     key = sample["kind"], next(iter(pieces))
                     most[key] = max(most.get(key, 0), sum(pieces.values()))
@@ -227,11 +232,25 @@ def cards(runs):
 def card(answers, most):
     sample, figures = next(iter(answers.values())), ""
     for title, one in answers.items():
-        figures += f"<figure><figcaption>{escape(title)}</figcaption>{board(one)}<pre>{marked(one, most)}</pre>"
+        figures += f"<figure><figcaption>{escape(title)}</figcaption>{one['shown']}<pre>{marked(one, most)}</pre>"
         figures += f'<p class="soft"><b>{one["reward"]:.4g}</b> = {escape(as_sum(one["pieces"]) or "0")}</p></figure>'
     truth = escape(f"truth: {json.dumps(sample['truth'], ensure_ascii=False)}")
     prompt = escape(sample["prompt"].strip())
     return f'<article class="card"><pre>{prompt}</pre><p class="soft">{truth}</p><div>{figures}</div></article>'
+
+
+def shown(run, sample):
+    """What the run's task shows with an answer, as HTML."""
+    question = Question(**{name: sample[name] for name in Question._fields if name in sample})
+    text = task_file.shown(run.task, question, sample["completion"])
+    text = text if text.startswith("<") else f"<pre>{escape(text)}</pre>"
+    return f'<div class="shown">{text}</div>' if text != "<pre></pre>" else ""
+
+
+def explained(runs):
+    """What the tasks say of the pictures that they show."""
+    shows = dict.fromkeys(run.task.show for run in runs if hasattr(run.task, "show"))
+    return escape(" ".join(" ".join((show.__doc__ or "").split()) for show in shows))
 
 
 def judged(sample):
@@ -259,46 +278,13 @@ def marked(sample, most):
     return page
 
 
-BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # report.html explains them
-UCI = re.compile("[a-h][1-8][a-h][1-8][qrbn]?")
-
-
-def board(sample):
-    """A chess answer on a board: the moves after `P: FEN`, the next position after `A: FEN+move+...`; else nothing."""
-    try:
-        fen, *asked = sample["prompt"][3:].removesuffix("M: ").strip().split("+")
-        shown, wrong = chess.Board(contract_board(fen)), {}
-        colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn
-        if sample["prompt"].startswith("P: "):
-            truth = {"five": {}} | sample["truth"]
-            best = [move for move, value in truth["five"].items() if value == max(truth["five"].values())]
-            colours |= dict.fromkeys([*truth["five"], *truth.get("top5", ()), *truth.get("check", ())], FIVE)
-            colours |= dict.fromkeys([*best, *truth.get("best", ()), *truth.get("mate", ())], BEST)
-            listed, _, best = sample["completion"].partition("B:")
-            if sample["prompt"].endswith("M: "):  # which asks for one move
-                listed, best = "", listed
-            moves = dict.fromkeys(UCI.findall(listed), "59") | dict.fromkeys(UCI.findall(best)[:1], "")  # opacity
-        else:
-            moves = {asked[0]: ""}
-            shown = chess.BaseBoard(contract_board(sample["completion"].split("+")[0]).split(" ")[0])
-            true = chess.BaseBoard(sample["truth"][0].split(" ")[0])
-            wrong = {at: ILLEGAL + "99" for at in chess.SQUARES if shown.piece_at(at) != true.piece_at(at)}
-        ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}
-    except (ValueError, TypeError, LookupError, AttributeError):  # another task, or an answer that holds no board
-        return ""
-    arrows = [chess.svg.Arrow(*ends[move], color=colours.get(move, ILLEGAL) + moves[move]) for move in moves]
-    colors = {"square light": "#efe9dd", "square dark": "#bfb29c"}
-    svg = chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)
-    return f'<div class="board">{svg}</div>'
-
-
 def write(folder, other=None):
     """Writes the page of one run, or of two side by side, into `folder`; returns its path."""
     runs = [read_run(folder, "")] if not other else [read_run(folder, "A "), read_run(other, "B ")]
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs)), settings=settings(runs),
         open="open" if other else "", states="".join(map(states, runs)), skill=skill_table(runs), plots=plots(runs),
-        samples=cards(runs),
+        samples=cards(runs), explained=explained(runs),
     )  # fmt: skip
     path = Path(folder, f"report-beside-{Path(other).resolve().name}.html" if other else "report.html")
     path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
