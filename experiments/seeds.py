@@ -13,12 +13,12 @@ of the evaluation. They share their held-out questions, EVAL_POSITIONS in number
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
-from nanorook import monitor
+from nanorook import statistics, tables
 from nanorook.run import write
 from nanorook.settings import fail, number
 
@@ -38,7 +38,7 @@ def record(file, content):
 
 def with_interval(values, form=".1f"):
     """The mean and, of several values, the half-width of its 95 % interval."""
-    return monitor.with_interval(*monitor.interval(values), form)
+    return statistics.with_interval(*statistics.interval(values), form)
 
 
 def run(folder, arguments):
@@ -49,7 +49,7 @@ def run(folder, arguments):
             if subprocess.run(command, cwd=ROOT, stdout=log).returncode:
                 fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
-    skill = {name: {k: [round(x, 5) for x in pair] for k, pair in figures.items()} for name, figures in skill.items()}
+    skill = {name: {k: [round(x, 5) for x in figure[:2]] for k, figure in of.items()} for name, of in skill.items()}
     steps = {"before": 0, "after": settings["STEPS"]}
     return {"about": about, "skill": {str(steps.get(name, name.split(" ")[-1])): skill[name] for name in skill}}
 
@@ -62,16 +62,16 @@ def means(runs, name):
 
 
 def table(runs, controls):
-    lines, n = ["| | before | after | gain | gain of the control |", "| --- |" + " ---: |" * 4], len(runs)
+    rows, n = [["", "before", "after", "gain", "gain of the control"]], len(runs)
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in skill for run in runs + controls for skill in run["skill"].values()):
             found, share = means(runs + controls, name)
             form = ".1f" if share else ".2f"
             gains = [run[-1] - run[0] for run in found]
             gains = [with_interval(some, f"+{form}") if some else "" for some in (gains[:n], gains[n:])]
-            ends = [f"{statistics.fmean(run[end] for run in found[:n]):{form}}" for end in (0, -1)]
-            lines.append(f"| {name} | {' | '.join(ends + gains)} |")
-    return "\n".join(lines)
+            ends = [f"{fmean(run[end] for run in found[:n]):{form}}" for end in (0, -1)]
+            rows.append([name, *ends, *gains])
+    return tables.table(rows, markdown=True)
 
 
 def pyplot():
@@ -97,7 +97,7 @@ def draw(runs, controls, names, path):
             curves, share = means(some, name)
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
-            axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], color=colour, label=label)
+            axis.plot(steps, [fmean(values) for values in zip(*curves)], color=colour, label=label)
         title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ import torch
 import train
 from examples import letters, sums
 from experiments.seeds import read, record, with_interval
-from nanorook import monitor
+from nanorook import monitor, tables
 from nanorook.run import Run
 
 FAST = {"LR": 3e-3}  # large steps, so that there is something to clip
@@ -111,7 +110,7 @@ def run_here(task, settings, patches=()):
     changes = {**settings, "task": task, "TASK": task.__file__, "catch_signals": list}
     own = [(task, name, changes.pop(name)) for name in settings if hasattr(task, name)]  # settings of the task's file
     fixed = [(Run, "save", lambda *_: None), (Run, "finish", lambda run, model: models.append(model))]
-    fixed += [(train.settings, "finish", lambda: None), (train.monitor, "show", lambda _: None)]
+    fixed += [(train.settings, "finish", lambda: None), (train.monitor, "show", lambda *_: None)]
     with tempfile.TemporaryDirectory() as out, contextlib.ExitStack() as stack:
         for patch in [*fixed, *own, *((train, *change) for change in (changes | {"OUT_DIR": out}).items()), *patches]:
             stack.enter_context(mock.patch.object(*patch))
@@ -133,7 +132,7 @@ def measure(table, settings):
     items, task = table.task.load("", model.config)[1], table.task
     eval_questions = task.make_questions(items, 400, random.Random(0), model.config)
     with mock.patch.object(train, "TEMPERATURE", 1.0), mock.patch.object(train, "task", task):
-        skill = train.evaluate(model, eval_questions, os.devnull, 0)  # at temperature 1, whatever it was trained at
+        skill, _ = train.evaluate(model, eval_questions)  # at temperature 1, whatever it was trained at
     return {column: skill[metric][0] for column, metric in table.skill.items()} | {
         "entropy": rows[-1]["entropy"],
         "clipped": statistics.fmean(row["clip_low"] + row["clip_high"] for row in rows),
@@ -142,7 +141,7 @@ def measure(table, settings):
 
 def show(table, runs):
     """Means over the seeds with their 95 % intervals."""
-    lines = [f"| | {' | '.join(table.columns())} |", "| --- |" + " ---: |" * len(table.columns())]
+    rows = [["", *table.columns()]]
     for name, found in runs.items():
         cells, sound = [], [run for run in found.values() if run]
         for column in table.columns():
@@ -150,8 +149,8 @@ def show(table, runs):
             form = ".2f" if column == "entropy" else ".1f"
             cells.append(with_interval(values, form) if values else "")
         note = f" ({len(sound)} of {len(found)} runs)" if len(sound) < len(found) else ""  # the others were refused
-        lines.append(f"| {name}{note} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name + note, *cells])
+    return tables.table(rows, markdown=True)
 
 
 def main():

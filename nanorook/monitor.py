@@ -17,7 +17,7 @@ import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
-from nanorook.statistics import interval, known
+from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned, shown
 
 
@@ -53,12 +53,12 @@ def figures(answers):
         values = {"reward": answer.grade.reward} | answer.grade.metrics
         kinds.setdefault(answer.question.kind, []).append({name: float(value) for name, value in values.items()})
     return {f"{kind} {name}": [row.get(name) for row in rows]
-            for kind, rows in kinds.items() for name in dict.fromkeys(name for row in rows for name in row)}  # fmt: skip
+            for kind, rows in kinds.items() for name in {name: 0 for row in rows for name in row}}  # fmt: skip
 
 
 def intervals(answers):
     """{"policy legal": (mean, half-width of its 95 % interval, the values of figures()), ...}"""
-    return {name: (*interval(known(values)), values) for name, values in figures(answers).items()}
+    return {name: figure(values) for name, values in figures(answers).items()}
 
 
 def pass_at_k(values, n, k):
@@ -70,11 +70,9 @@ def pass_at_k(values, n, k):
 
 def pass_rates(answers, n):
     """{"mates mate pass@4": as in intervals(), ...} of metrics that are shares, from `n` answers to each question."""
-    rates = {}
-    for name, values in figures(answers).items():
-        if not name.endswith(" reward") and all(0 <= value <= 1 for value in known(values)):
-            rates |= {f"{name} pass@{k}": pass_at_k(values, n, k) for k in (1, 4, 16, 64) if k <= n}
-    return {name: (*interval(known(values)), values) for name, values in rates.items()}
+    found = {name: values for name, values in figures(answers).items() if all(0 <= v <= 1 for v in known(values))}
+    return {f"{name} pass@{k}": figure(pass_at_k(tried, n, k)) for name, tried in found.items()
+            for k in (1, 4, 16, 64) if k <= n and not name.endswith(" reward")}  # fmt: skip
 
 
 def describe_answers(answers, group_size):

@@ -1,4 +1,4 @@
-"""Tables for a terminal and for Markdown, and the table of two or more evaluations of the same questions."""
+"""Tables for a terminal and for Markdown, and the one that evaluations of the same questions make."""
 
 import math
 
@@ -18,26 +18,20 @@ def table(rows, markdown=False):
 def skill_rows(columns):
     """The rows of {title: {figure: (mean, half-width, values of the questions)}}, and of several columns the gain from
     the first to the last, with a star where it is more than noise: its interval leaves out zero."""
-    rows, several = [["held-out skill", *columns, *["gain"] * (len(columns) > 1)]], len(columns) > 1
+    first, last, several = [*columns.values()][0], [*columns.values()][-1], len(columns) > 1
+    rows = [["held-out", *columns, *["gain  "] * several]]
     for name in dict.fromkeys(name for skill in columns.values() for name in skill):
-        figures = [skill.get(name) for skill in columns.values()]
-        row = [name, *(with_interval(*figure[:2]) if figure else "" for figure in figures)]
-        if several:
-            row.append(gain_cell(figures[0], figures[-1]))
-        rows.append(row)
+        rows.append([name, *(with_interval(*skill[name][:2]) if name in skill else "" for skill in columns.values())])
+        if several and name in first and name in last:
+            mean, half = change(first[name], last[name])
+            rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  "))
+        rows[-1] += [""] * (len(rows[0]) - len(rows[-1]))
     return rows
-
-
-def gain_cell(first, last):
-    if not first or not last:
-        return ""
-    mean, half = change(first, last)
-    return with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  ")
 
 
 def change(first, last):
     """The gain from one figure to another and the half-width of its interval, question by question if both have values:
     those of runs of an earlier version have none. One value alone has no interval."""
-    if len(first) == len(last) == 3 and first[1] + last[1] < math.inf:
+    if len(first) == len(last) == 3 and len(first[2]) == len(last[2]) and first[1] + last[1] < math.inf:
         return gain(first[2], last[2])
     return last[0] - first[0], math.hypot(first[1], last[1])

@@ -57,8 +57,8 @@ class Task(Protocol):
         """What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off."""
 
     # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
-    # Optional: def show(question, text) -> str, what a page shows with an answer, or a terminal instead of it. If it
-    # begins with "<" it is HTML, for pages alone; its docstring then explains the page's pictures.
+    # Optional: def show(question, text) -> str, what a page shows with an answer, or a terminal instead of it, whatever
+    # the answer is. If it begins with "<" it is HTML, for pages alone; its docstring then explains the pictures.
 
 
 def load(file) -> Task:

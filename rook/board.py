@@ -32,7 +32,7 @@ def draw(question, text):
         if question.prompt.endswith("M: "):  # which asks for one move
             listed, best = "", listed
         moves = dict.fromkeys(re.findall(UCI, listed), "59") | dict.fromkeys(re.findall(UCI, best)[:1], "")  # opacity
-    arrows = [chess.svg.Arrow(chess.parse_square(move[:2]), chess.parse_square(move[2:4]),
-                              color=colours.get(move, ILLEGAL) + opacity) for move, opacity in moves.items()]  # fmt: skip
+    ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}
+    arrows = [chess.svg.Arrow(*ends[move], color=colours.get(move, ILLEGAL) + moves[move]) for move in moves]
     colors = {"square light": "#efe9dd", "square dark": "#bfb29c"}
     return chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)

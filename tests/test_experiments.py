@@ -1,10 +1,11 @@
 import json
+import re
 import types
 
 import pytest
 
 import train
-from experiments import pass_at_k, seeds, variants
+from experiments import seeds, variants
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -28,7 +29,8 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         monkeypatch.setattr("sys.argv", arguments)
         seeds.main()
         (tmp_path / "seeds.json").unlink()
-        assert "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |" in capsys.readouterr().out  # Student's
+        row = re.sub(" +", " ", capsys.readouterr().out.splitlines()[2])
+        assert row == "| policy reward T=0 | 50.0 | 70.0 | +20.0 ± 127.1 | +0.0 |"  # Student's
         assert started == [("0", "0", "9"), ("1", "0", "9"), ("0", "1", "9")]
     assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
     seeds.main()
@@ -39,16 +41,6 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         seeds.main()
     assert "have no figure 'policy rewards T=0'" in capsys.readouterr().err
-
-
-def test_pass_at_k_counts_all_answers_to_a_question(monkeypatch, capsys):
-    wrong, right = {"structure": 0.0}, {"structure": 1.0, "right": 1.0, "pawns": 2.0}
-    monkeypatch.setattr(pass_at_k, "tries", lambda *_: {"q": [wrong, *[right] * 63, *[wrong] * 64]})
-    monkeypatch.setattr("sys.argv", f"pass_at_k {seeds.ROOT}/tests/toy.py start".split())
-    pass_at_k.main()
-    rows = [line.split(" ± ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert rows[2:] == [f"| q {name} | {k} | {share}" for name in ("structure", "right")
-                        for k, share in ((1, 49.2), (4, 50.0), (16, 50.0), (64, 50.0))]  # fmt: skip
 
 
 def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -63,5 +55,5 @@ def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, 
     monkeypatch.setattr("sys.argv", f"variants {tmp_path}/v.json --seeds 2 --only default EPOCHS=2".split())
     for _ in range(2):
         variants.main()
-        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 50.0 | 0.50 | 50.0 |" in capsys.readouterr().out
+        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 50.0 | 0.50 | 50.0 |" in re.sub(" +", " ", capsys.readouterr().out)
         assert measured == [{"SEED": 0}, {"EPOCHS": 2, "SEED": 0}, {"SEED": 1}, {"EPOCHS": 2, "SEED": 1}]

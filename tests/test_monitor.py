@@ -1,6 +1,5 @@
-import math
+from types import SimpleNamespace
 
-import numpy
 import pytest
 
 import toy
@@ -21,26 +20,6 @@ def test_metrics_are_means_over_the_answers_of_a_kind():
     assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
 
 
-@pytest.mark.parametrize("n, factor", [(2, 12.71), (6, 2.571), (11, 2.228), (31, 2.042), (1001, 1.962)])
-def test_intervals_are_students(n, factor):
-    values = numpy.random.default_rng(n).random(n).tolist()
-    half = factor * numpy.std(values, ddof=1) / numpy.sqrt(n)
-    found = monitor.interval(values)
-    assert found == (pytest.approx(numpy.mean(values)), pytest.approx(half, rel=0.01))
-    assert monitor.interval(values, [1] * n) == found == monitor.interval([*values, 0.0], [1] * n + [0])
-    assert monitor.interval([1.0]) == (1.0, math.inf)
-
-
-def test_the_interval_of_a_ratio_holds_what_it_says():
-    """Illegal moves in games of any length: the true share is within the interval in 95 of 100 experiments."""
-    rng, held = numpy.random.default_rng(0), 0
-    for _ in range(400):
-        moves = rng.integers(1, 60, 80)
-        share, half = monitor.interval(rng.binomial(moves, 0.1).tolist(), moves.tolist())
-        held += abs(share - 0.1) <= half
-    assert 360 <= held <= 395
-
-
 STATES = {
     "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1}, {"hit_limit": 0.9}, {"reward_max": -1}],
     "yellow": [{"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"reward": 0.1}]  # the last one falls
@@ -57,21 +36,33 @@ def test_a_step_is_diagnosed(state):
         assert found["state"] == state and bool(found["advice"]) == (state != "green"), change
 
 
-def test_a_step_is_one_line_and_a_table_has_the_rows_of_all_its_columns():
+def test_a_step_is_one_line():
     row = HEALTHY | {"a/reward": 0.25, "b/reward": 0.75, "seconds": {"rollout": 3.0, "update": 1.0}, "advice": "x"}
     line = monitor.progress_line([row | {"step": step, "state": "red"} for step in (6, 7, 8)], 80, 22.4)
     assert (
         line == "step 8/80 reward 0.500 (a 0.25, b 0.75) kl 0.0000 zero-std 0% 0:05:10 left ● red\n  x"
     )  # evaluations counted
-    lines = monitor.table({"before": {"legal": (0.5, 0.1)}, "after": {"legal": (0.75, 0.1), "loss": (0.25, math.inf)}})
-    words = [" ".join(line.split()) for line in lines.splitlines()[1:]]
-    assert words == ["legal 0.500 ± 0.100 0.750 ± 0.100", "loss 0.250"]  # of one value alone there is no interval
 
 
 def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
     grades = [(("form", 0.0375), ("legal 1", 0.025), ("legal 2", 0.0125)), (("form", 0.0375), ("runaway", -0.3)), ()]
     texts, question = ["fine", "\x1b]0;title\x07 \r\x9b2J\u202e\ud800", "x"], toy.Question("a", "why?\n", 0)
-    monitor.show([Answer(question, text, [], False, Grade(pieces, {})) for text, pieces in zip(texts, grades)])
+    answers = [Answer(question, text, [], False, Grade(pieces, {})) for text, pieces in zip(texts, grades)]
+    monitor.show(toy, answers)
     worst = r"worst of 3: why?|-> \x1b]0;title\x07 \r\x9b2J\u202e\ud800|-0.2625 = 0.0375 form - 0.3 runaway"
     best = "best of 3: why?|-> fine|0.075 = 0.0375 form + 0.0375 legal"
     assert "|".join(map(str.strip, capsys.readouterr().out.splitlines())) == f"{worst}|{best}"
+    html, text = (SimpleNamespace(show=lambda question, text, form=form: form + text) for form in ("<b>", "seen: "))
+    for task, shown in ((html, "x"), (text, "seen: x")):  # a terminal draws no HTML
+        monitor.show_answer(task, answers[2]._replace(grade=None, hit_limit=True), "greedy ")
+        assert capsys.readouterr().out == f"  greedy -> {shown} ... (cut off)\n"
+
+
+def test_pass_at_k_is_the_chance_that_k_draws_hold_a_right_answer():
+    assert monitor.pass_at_k([1, *[0] * 3, *[1.0] * 4, *[None] * 4, *[0] * 4], 4, 2) == [1 - 3 / 6, 1, None, 0]
+    wrong, right = {"structure": 0.0, "right": False}, {"structure": 1.0, "right": True, "pawns": 2.0}
+    tried = [wrong, *[right] * 63, *[wrong] * 64]  # two questions
+    answers = [Answer(toy.Question("q", "", 0), "", [], False, Grade((), metrics)) for metrics in tried]
+    found = {name: figure[0] for name, figure in monitor.pass_rates(answers, 64).items()}
+    ks = {1: 63 / 128, 4: 0.5, 16: 0.5, 64: 0.5}
+    assert found == {f"q {name} pass@{k}": pytest.approx(x) for name in ("structure", "right") for k, x in ks.items()}

@@ -83,6 +83,8 @@ def damaged(draw):
 def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit, labelled):
     results = [policy(text, labels=label(START) if labelled else (), hit_limit=hit_limit)]
     results.append(environment(text, hit_limit=hit_limit))
+    for prompt, truth in (("P: " + START, {"five": {"e2e4": 0.3}}), (f"A: {START}+e2e4+e2e4+", [AFTER])):
+        assert rewards.show(Question("", prompt, truth), text)[:4] in ("<svg", "")
     for result in results:
         assert type(result.reward) is float and MALFORMED == -0.3 <= result.reward <= 1
         assert {type(value) for value in result.metrics.values()} == {float}

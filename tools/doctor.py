@@ -174,7 +174,7 @@ def truths(questions, samples):
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
         (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
-        (unknown, f"{unknown} have no truth, so right answers go unpaid: check DATA={train.DATA}, and what the task needs to know it."),
+        (unknown, f"{unknown} have no truth, so right answers go unpaid: check what DATA={train.DATA} knows."),
     )  # fmt: skip
 
 

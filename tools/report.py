@@ -7,7 +7,6 @@ by side, in OUT_DIR/report-beside-OTHER.html. What a model wrote is escaped, and
 import argparse
 import json
 import math
-import re
 import statistics
 from html import escape
 from itertools import groupby
@@ -17,8 +16,7 @@ from typing import Any, NamedTuple
 
 from nanorook import task as task_file
 from nanorook.settings import fail
-from nanorook.statistics import with_interval
-from nanorook.tables import change
+from nanorook.tables import skill_rows
 from nanorook.task import Question, as_sum
 
 
@@ -84,19 +82,16 @@ def states(run):
     return f'{run.label}<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
 
 
-def skill_table(runs):
-    """A mean is marked where its change since the first is more than noise."""
-    columns, body = [(run, title) for run in runs for title in run.skill], ""
-    for name in dict.fromkeys(name for run, title in columns for name in run.skill[title]):
+def skill_table(run):
+    """Its columns and the gain, coloured where it is more than noise."""
+    heading, *rows = skill_rows(run.skill) if run.skill else [[""]]
+    head, body = "".join(f"<th>{escape(cell)}</th>" for cell in [run.label + heading[0], *heading[1:]]), ""
+    for name, *cells in rows:
         body += f"<tr><th>{escape(name)}</th>"
-        for run, title in columns:
-            figure = run.skill[title].get(name, (math.nan, 0))
-            rise, noise = change(next(iter(run.skill.values())).get(name, figure), figure)
-            css, mark = ("up", "▲ ") if rise > noise else ("down", "▼ ") if rise < -noise else ("", "")
-            body += f'<td class="{css}">{mark + with_interval(*figure[:2]) if math.isfinite(figure[0]) else "–"}</td>'
-        body += "</tr>"
-    head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)
-    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
+        for cell in cells:
+            css = {"+": "up", "-": "down"}[cell[0]] if cell.endswith("*") else ""
+            body += f'<td class="{css}">{escape(cell.strip())}</td>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def settings(runs):
@@ -217,7 +212,8 @@ def cards(runs):
         for sample in run.samples:
             if sample["step"] in (min(steps), max(steps)):
                 title = run.label + (f"step {sample['step']}" if sample["step"] else "before")
-                questions.setdefault((sample["kind"], sample["prompt"]), {})[title] = sample | {"shown": shown(run, sample)}
+                questions.setdefault((sample["kind"], sample["prompt"]), {})[title] = sample
+                sample["shown"] = shown(run, sample)
                 for pieces in judged(sample).values():
                     key = sample["kind"], next(iter(pieces))
                     most[key] = max(most.get(key, 0), sum(pieces.values()))
@@ -283,8 +279,8 @@ def write(folder, other=None):
     runs = [read_run(folder, "")] if not other else [read_run(folder, "A "), read_run(other, "B ")]
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs)), settings=settings(runs),
-        open="open" if other else "", states="".join(map(states, runs)), skill=skill_table(runs), plots=plots(runs),
-        samples=cards(runs), explained=explained(runs),
+        open="open" if other else "", states="".join(map(states, runs)), skill="".join(map(skill_table, runs)),
+        plots=plots(runs), samples=cards(runs), explained=explained(runs),
     )  # fmt: skip
     path = Path(folder, f"report-beside-{Path(other).resolve().name}.html" if other else "report.html")
     path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
