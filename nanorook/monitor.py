@@ -87,13 +87,13 @@ def describe_answers(answers, group_size):
         "frac_zero_std": fmean(max(group) - min(group) <= 1e-6 for group in groups),
         "hit_limit": fmean(answer.hit_limit for answer in answers),
     }
-    found = figures(answers)
+    found = {name: [v for v in values if v is not None] for name, values in figures(answers).items()}
     for kind, count in Counter(answer.question.kind for answer in answers).items():
         pieces = [piece for answer in answers if answer.question.kind == kind for piece in answer.grade.pieces]
         result |= {f"{kind}/earned/{name}": value / count for name, value in earned(pieces).items()}
-    if structure := known(sum((values for name, values in found.items() if name.endswith(" structure")), [])):
+    if structure := sum((values for name, values in found.items() if name.endswith(" structure")), []):
         result["structure"] = fmean(structure)
-    return result | {name.replace(" ", "/"): fmean(known(values)) for name, values in found.items()}
+    return result | {name.replace(" ", "/"): fmean(values) for name, values in found.items()}
 
 
 def progress_line(past, steps, evaluation_seconds):

@@ -18,12 +18,12 @@ def table(rows, markdown=False):
 def skill_rows(columns):
     """The rows of {title: {figure: (mean, half-width, values of the questions)}}, and of several columns the gain from
     the first to the last, with a star where it is more than noise: its interval leaves out zero."""
-    first, last, several = [*columns.values()][0], [*columns.values()][-1], len(columns) > 1
+    skills, several = [*columns.values()], len(columns) > 1
     rows = [["held-out", *columns, *["gain  "] * several]]
-    for name in dict.fromkeys(name for skill in columns.values() for name in skill):
-        rows.append([name, *(with_interval(*skill[name][:2]) if name in skill else "" for skill in columns.values())])
-        if several and name in first and name in last:
-            mean, half = change(first[name], last[name])
+    for name in dict.fromkeys(name for skill in skills for name in skill):
+        rows.append([name, *(with_interval(*skill[name][:2]) if name in skill else "" for skill in skills)])
+        if several and name in skills[0] and name in skills[-1]:
+            mean, half = change(skills[0][name], skills[-1][name])
             rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  "))
         rows[-1] += [""] * (len(rows[0]) - len(rows[-1]))
     return rows

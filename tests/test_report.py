@@ -13,7 +13,7 @@ from rook import board, texts
 from rook.positions import Position
 from tools import report
 
-STEPS = 30
+STEPS, METRICS = 30, ("policy/reward", "policy/legal", "policy/earned/legal")
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 POSITION = Position(START, (), (("e2e4", 40), ("d2d4", 38), ("g1f3", 30), ("c2c4", 25), ("e2e3", 10)))
 HOSTILE = (
@@ -56,7 +56,7 @@ def make_metrics(names):
         yield row | {"seconds": {"sampling": 2.0, "update": 4.0}, "state": state, "advice": advice}
 
 
-def make_run(folder, samples=chess_samples, names=("policy/reward", "policy/legal", "policy/earned/legal"), lr=1e-4, task="rewards.py"):
+def make_run(folder, samples=chess_samples, names=METRICS, lr=1e-4, task="rewards.py"):
     folder.mkdir(parents=True)
     skill = {
         when: {"policy legal T=0": figure(values)} for when, values in {"before": [0, 1, 0], "after": [1, 1, 1]}.items()
@@ -112,7 +112,7 @@ def test_a_task_may_show_text(tmp_path):
     module += "def show(question, text):\n    'Why <so>?'\n    return f'{question.truth} & {text}'"
     (tmp_path / "my_task.py").write_text(module)
     text = report.write(make_run(tmp_path / "run", letter_samples, task=str(tmp_path / "my_task.py"))).read_text()
-    assert text.count("""<div class="shown"><pre>{'answer': 'ab'} &amp; &lt;a</pre></div>""".replace("'", "&#x27;")) == 2
+    assert text.count("<pre>{&#x27;answer&#x27;: &#x27;ab&#x27;} &amp; &lt;a</pre></div>") == 2
     assert '<p class="soft">Why &lt;so&gt;?</p>' in text
 
 

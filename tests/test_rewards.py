@@ -83,8 +83,6 @@ def damaged(draw):
 def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit, labelled):
     results = [policy(text, labels=label(START) if labelled else (), hit_limit=hit_limit)]
     results.append(environment(text, hit_limit=hit_limit))
-    for prompt, truth in (("P: " + START, {"five": {"e2e4": 0.3}}), (f"A: {START}+e2e4+e2e4+", [AFTER])):
-        assert rewards.show(Question("", prompt, truth), text)[:4] in ("<svg", "")
     for result in results:
         assert type(result.reward) is float and MALFORMED == -0.3 <= result.reward <= 1
         assert {type(value) for value in result.metrics.values()} == {float}
@@ -93,6 +91,13 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert len(set(names)) == len(names) and sum(values) == pytest.approx(result.reward, abs=1e-8)
         assert all(0 <= a < b <= len(text) for piece in result.pieces for a, b in piece[2:])
         assert (result.reward == MALFORMED) == (names == ("malformed",)) == (result.metrics["structure"] == 0)
+
+
+@settings(quick, max_examples=30)
+@given(fragments() | damaged())
+def test_any_answer_can_be_shown(text):
+    for prompt, truth in (("P: " + START, {"five": {"e2e4": 0.3}}), (f"A: {START}+e2e4+e2e4+", [AFTER])):
+        assert rewards.show(Question("", prompt, truth), text)[:4] in ("<svg", "")
 
 
 HOSTILE = ["M: E: B: " * 2**19, "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]

@@ -84,7 +84,7 @@ def states(run):
 
 def skill_table(run):
     """Its columns and the gain, coloured where it is more than noise."""
-    heading, *rows = skill_rows(run.skill) if run.skill else [[""]]
+    heading, *rows = skill_rows(run.skill)
     head, body = "".join(f"<th>{escape(cell)}</th>" for cell in [run.label + heading[0], *heading[1:]]), ""
     for name, *cells in rows:
         body += f"<tr><th>{escape(name)}</th>"
