@@ -105,8 +105,8 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
     shown = capsys.readouterr()
     rows = [re.split(r" *\| *", line.strip("| ")) for line in shown.out.splitlines() if line.startswith("|")]
     assert shown.out.startswith("3 held-out positions of some.txt some.txt, ") and "; A is one, B is two\n" in shown.out
-    assert rows[0] == ["held-out", "A", "B", "gain", "RookWorld-LM"]
+    assert rows[0] == ["held-out", "A", "B", "gain"]
     assert shown.err == ""  # no progress where nobody watches
     cells = {row[0]: row[1:] for row in rows}
     assert cells["policy structure T=0"] == ["0.000 ± 0.000", "0.000 ± 0.000", "+0.000 ± 0.000"]
-    assert cells["illegal moves T=1"][0].startswith("1.000") and cells["illegal moves T=1"][-1] == "0.027"
+    assert cells["illegal moves T=1"][0].startswith("1.000")

@@ -30,23 +30,24 @@ HELD_OUT = 3  # questions where none is given
 
 
 def questions_about(task, text, data, seed, config):
-    """The questions, and whether the task knows their truth."""
+    """The questions; without a truth where the task does not know that of this text."""
     if text and hasattr(task, "question"):
-        return task_file.checked(task, [task.question(text, config)]), True
+        return task_file.checked(task, [task.question(text, config)])
     _, held_out = task.load(data, config)
     own = task_file.make_questions(task, held_out, min(HELD_OUT, len(held_out)), random.Random(seed), config)
-    return ([own[0]._replace(prompt=text, truth=None)], False) if text else (own, True)
+    return [own[0]._replace(prompt=text, truth=None)] if text else own
 
 
-def ask(model, task, question, known, temperature, count):
+def ask(model, task, question, temperature, count):
     """Prints the question with its answers: one greedy, `count` sampled."""
-    print(f"{question.kind}: {printable(question.prompt.strip())}")
-    if known:
-        print(f"truth: {json.dumps(question.truth)}")
+    known = question.truth is not None
+    print(f"{question.kind}: {printable(question.prompt.strip())}" + f"\ntruth: {json.dumps(question.truth)}" * known)
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
         for answer in task_file.graded(task, answers) if known else answers:
             show_answer(task, answer, f"{title:6} ")
+    if not known:
+        print("not graded: the task has no function `question`, which would know the truth of this text.")
 
 
 def main():
@@ -64,11 +65,8 @@ def main():
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).inference_copy(dtype)
     torch.manual_seed(a.seed)
-    questions, known = questions_about(task, text, data, a.seed, model.config)
-    for question in questions:
-        ask(model, task, question, known, temperature if a.temperature is None else a.temperature, a.answers)
-    if not known:
-        print("not graded: the task has no function `question`, which would know the truth of this text.")
+    for question in questions_about(task, text, data, a.seed, model.config):
+        ask(model, task, question, temperature if a.temperature is None else a.temperature, a.answers)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,8 @@ def prepare(count):
 
 def ask(model, questions):
     """What a step has before its update: (Batch, Answers) of each kind."""
-    sampler, noise = (
-        model.inference_copy(model.dtype),
-        train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED),
-    )
+    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
+    sampler = model.inference_copy(model.dtype)
     for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise):
         yield batch, graded(train.task, part)
 

@@ -27,33 +27,26 @@ from nanorook.tables import skill_rows, table
 from nanorook.task import make_questions
 
 
-def compare(models, samples=0):
-    """({model: skill}, the number of questions) of model folders or hub ids."""
-    device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
-    columns = {}
-    for title, name in models.items():
-        model = GPT.load(name).to(device).set_compute_dtype(dtype)
-        _, held_out = train.task.load(train.DATA, model.config)
-        count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
-        questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
-        columns[title], _ = train.evaluate(model, questions, samples)
-    return columns, count
-
-
 def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
     p.add_argument("--samples", type=number(int, 0), default=0, help="answers to each question for pass@k")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    a = p.parse_args()
+    a = p.parse_intermixed_args()
     settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
     models = [word for word in a.model if "=" not in word]
     if len(models) == 1 and settings.GIVEN["run"]:
         models.insert(0, train.MODEL or train.task.start_model())
     if len(models) not in (1, 2):
         p.error("give one model, or two to compare.")
-    columns, count = compare(dict(zip("AB", models)), a.samples)
-    print(f"{count} held-out questions of {train.TASK}: {', '.join(f'{t} is {m}' for t, m in zip('AB', models))}\n")
+    (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
+    for title, name in zip("AB", models):
+        model = GPT.load(name).to(device).set_compute_dtype(dtype)
+        _, held_out = train.task.load(train.DATA, model.config)
+        count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
+        questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
+        columns[title], _ = train.evaluate(model, questions, a.samples)
+    print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     print(table(skill_rows(columns), a.markdown))
 
 

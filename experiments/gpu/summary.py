@@ -56,11 +56,8 @@ def main(out):
     for name, title in MODELS.items():
         found = training(out, name) + skill_table(out, name)
         lines += [f"## {title}", "", *found] if found else []
-    for title, w in ((read(out / "bench.json") or {}).get("workloads") or {}).items():
-        lines += [f"## {title} {w['what']}", ""]
-        said = "- {seconds:.3f} s, {tokens_per_second:,.0f} tokens a second, {peak_memory_gb:.1f} GB"
-        lines += [said.format(**w), *(f"- {who} takes {ratio:.2f} times as long" for who, ratio in w["ratios"].items())]
-        lines.append("")
+    if (out / "bench.log").exists():
+        lines += ["## Speed", "", "```", (out / "bench.log").read_text().strip(), "```", ""]
     lines += ["## Stages", ""]
     for done in sorted(out.glob("*.done"), key=os.path.getmtime):
         used = out / f"{done.stem}.used"
