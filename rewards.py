@@ -43,6 +43,9 @@ def start_model():
     return str(Path(__file__).parent / "weights" / "tiny")
 
 
+show = board.draw  # on the pages of tools.report
+
+
 def load(source, config):
     found = load_unfinished(source)
     unknown = sum(not p.moves for p in found)
@@ -89,12 +92,6 @@ def question(text, config):
     if not any(board.legal_moves):
         fail(f"in {fen} no move is legal; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
-
-
-def show(question, text):
-    """Arrows are the moves of an answer: green the engine's best or a mate, blue another of its five or a check, amber
-    legal, red illegal; the faint ones are candidates. Red squares differ from the true next position."""
-    return board.draw(question, text)
 
 
 def typed_board(fen):

@@ -18,7 +18,7 @@ import torch
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, known
-from nanorook.task import as_sum, earned, shown
+from nanorook.task import as_sum, earned
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -122,7 +122,7 @@ def show(task, answers):
 
 def show_answer(task, answer, title=""):
     """Prints an answer, as the task shows it if that is text, and what its reward is made of if it has a grade."""
-    text = shown(task, answer.question, answer.text)
+    text = task.show(answer.question, answer.text) if hasattr(task, "show") else ""
     text = text if text and not text.startswith("<") else answer.text.strip()
     print(f"  {title}-> {printable(text)}" + " ... (cut off)" * answer.hit_limit)
     if answer.grade:

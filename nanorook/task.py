@@ -106,11 +106,6 @@ def checked(task, questions):
     return questions
 
 
-def shown(task, question, text):
-    """What the task's `show` makes of an answer; empty where it has none."""
-    return task.show(question, text) if hasattr(task, "show") else ""
-
-
 def graded(task, answers):
     return [a._replace(grade=task.grade(a.question, a.text, a.hit_limit)) for a in answers]
 

@@ -28,7 +28,6 @@ from nanorook.task import graded
 from rook import games
 from rook.positions import distinct, mating_moves
 
-PUBLISHED = "RookWorld-LM 124M publishes 0.137 (7M texts, 3 epochs) and 0.321 (46M, 5 epochs) for BIG-bench's mates."
 TRIES = 16  # answers to each question of pass@k
 
 
@@ -118,8 +117,6 @@ def main():
         columns[title] = {f"{row} T={t:g}": figure(v) for t, rows in at.items() for row, v in rows.items() if known(v)}
     print(f"{len(positions)} held-out positions of {' '.join(a.data)}, on {device} in {str(dtype)[6:]}; "
           f"{', '.join(map(' is '.join, zip('AB', a.model)))}\n\n{table(skill_rows(columns), a.markdown)}")  # fmt: skip
-    if a.bigbench:
-        print(f"\n{PUBLISHED}")
 
 
 if __name__ == "__main__":

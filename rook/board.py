@@ -1,4 +1,4 @@
-"""An answer about a position, drawn on a board."""
+"""An answer about a position as SVG: the moves after `P: FEN`, or the next position after `A: FEN+move+...`."""
 
 import re
 
@@ -11,7 +11,8 @@ BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # green
 
 
 def draw(question, text):
-    """SVG with the moves after `P: FEN`, or the next position after `A: FEN+move+...`; empty if the text holds none."""
+    """Arrows are the moves of an answer: green the engine's best or a mate, blue another of its five or a check, amber
+    legal, red illegal; the faint ones are candidates. Red squares differ from the true next position."""
     fen, *asked = question.prompt[3:].removesuffix("M: ").strip().split("+")
     shown, truth, wrong = chess.Board(contract_board(fen)), question.truth, {}
     colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn

@@ -25,7 +25,7 @@ class Run(NamedTuple):
     name: str
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
-    task: Any  # the module of its task; None if it is not here
+    show: Any  # the task's function
     settings: dict
     about: dict  # run.json
     skill: dict
@@ -50,14 +50,15 @@ def read_run(folder, label):
     for row in rows:
         row |= {f"{name} seconds": value for name, value in row.pop("seconds", {}).items()}
     files = [(read(folder / f"{name}.json") or [{}])[0] for name in ("settings", "run", "skill")]
-    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), load_task(files[0].get("TASK")), *files)
+    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), load_show(files[0].get("TASK")), *files)
 
 
-def load_task(file):
+def load_show(file):
+    """The task's `show`, or a function that shows nothing: the task has none, or is not on this machine."""
     try:
-        return file and task_file.load(file)
-    except (SystemExit, Exception):  # the page of a run from another machine lacks what its task would show, no more
-        return None
+        return task_file.load(file).show
+    except (SystemExit, Exception):
+        return lambda question, text: ""
 
 
 def head(run):
@@ -238,15 +239,9 @@ def card(answers, most):
 def shown(run, sample):
     """What the run's task shows with an answer, as HTML."""
     question = Question(**{name: sample[name] for name in Question._fields if name in sample})
-    text = task_file.shown(run.task, question, sample["completion"])
+    text = run.show(question, sample["completion"])
     text = text if text.startswith("<") else f"<pre>{escape(text)}</pre>"
     return f'<div class="shown">{text}</div>' if text != "<pre></pre>" else ""
-
-
-def explained(runs):
-    """What the tasks say of the pictures that they show."""
-    shows = dict.fromkeys(run.task.show for run in runs if hasattr(run.task, "show"))
-    return escape(" ".join(" ".join((show.__doc__ or "").split()) for show in shows))
 
 
 def judged(sample):
@@ -280,7 +275,7 @@ def write(folder, other=None):
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs)), settings=settings(runs),
         open="open" if other else "", states="".join(map(states, runs)), skill="".join(map(skill_table, runs)),
-        plots=plots(runs), samples=cards(runs), explained=explained(runs),
+        plots=plots(runs), samples=cards(runs), legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
     )  # fmt: skip
     path = Path(folder, f"report-beside-{Path(other).resolve().name}.html" if other else "report.html")
     path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair

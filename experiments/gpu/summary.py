@@ -12,10 +12,6 @@ from pathlib import Path
 MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M"}
 
 
-def read(path):
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def rows(path):
     """The whole lines of a file of JSON lines; a killed program may have left half of one."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -49,9 +45,7 @@ def training(out, name):
 
 def main(out):
     lines = ["# Half an hour of one GPU", ""]
-    made = [read(out / f"grpo-{name}" / "run.json") for name in MODELS]
-    if any(made):
-        run = made[-1] or made[0]
+    for run in [json.loads(path.read_text()) for path in sorted(out.glob("grpo-*/run.json"))][:1]:
         lines += [f"{run['machine']}, {run['dtype']}, torch {run['versions']['torch']}, {run['started']}.", ""]
     for name, title in MODELS.items():
         found = training(out, name) + skill_table(out, name)
