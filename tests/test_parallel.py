@@ -65,8 +65,8 @@ def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, t
     one = run(monkeypatch.setattr, tmp_path, name, toy_model)
     assert toy.same(one, toy.rows(out / name))  # also the metrics of answers, which are of all processes
     skills = [json.loads((folder / name / "skill.json").read_text()) for folder in (tmp_path, out)]
-    for name, (*figure, values) in skills[0]["after"].items():  # the values in the order of the questions
-        assert skills[1]["after"][name] == [*(pytest.approx(x, abs=1e-4) for x in figure), pytest.approx(values)]
+    for row, (*figure, values) in skills[0]["after"].items():  # the values in the order of the questions
+        assert skills[1]["after"][row] == [*(pytest.approx(x, abs=1e-4) for x in figure), pytest.approx(values)]
     start, *weights = (GPT.load(f).state_dict() for f in (toy_model, tmp_path / name / "model", out / name / "model"))
     for key, weight in weights[0].items():
         torch.testing.assert_close(weights[1][key], weight, atol=1e-5, rtol=0)
