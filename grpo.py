@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "gspo")
+LOSSES = ("grpo", "dapo", "dr_grpo", "cispo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -85,7 +85,7 @@ def token_advantages(advantages, judged):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, clip_high, normalizer, weights=None):
-    """The loss to minimise, and what was measured: sums over tokens, so those of microbatches add up.
+    """The loss to minimise, and metrics: sums over tokens, so that those of microbatches add up.
 
     Logprobs (N, T) are of the policy in training, with gradient, and of the policy that sampled. `normalizer` is
     loss_normalizer's, of the whole batch; `weights` (N, T) are importance_weights'.
@@ -96,13 +96,12 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
     dr_grpo  the same, divided by N · the longest completion allowed: no bias by length (Liu et al., 2025)
     cispo    the ratio is capped at 1 + clip_high and becomes a constant weight of the policy gradient, so that no
              token loses its gradient; mean over all tokens (MiniMax-M1, 2025)
-    gspo     one ratio for each completion, the geometric mean of its tokens' ratios (Zheng et al., 2025, GSPO-token:
-             each token has its own gradient, so that it counts by its own advantage)
+
+    With one update from a batch the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
+    has the gradient of -A·log p. They differ only in how they average over tokens.
     """
     mask, advantages = mask.bool(), advantages.view(len(mask), -1)  # (N, 1), or (N, T): each token has its own
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
-    if loss == "gspo":  # the value of the row's mean log-ratio, the gradient of the token's own
-        log_ratio = log_ratio - log_ratio.detach() + log_ratio.detach().sum(1, keepdim=True) / lengths(mask)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
     too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
@@ -126,8 +125,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 
 def loss_normalizer(mask, loss, max_completion_tokens):
     """What a sum over these rows is divided by. It adds up, like gradients: over microbatches, kinds and processes."""
-    rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would make the host wait for the copy
-    if loss in ("grpo", "gspo"):
+    rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
+    if loss == "grpo":
         return rows
     return rows * max_completion_tokens if loss == "dr_grpo" else mask.sum()
 
@@ -135,13 +134,9 @@ def loss_normalizer(mask, loss, max_completion_tokens):
 def aggregate(per_token, mask, loss, normalizer):
     """Values (N, T) to one number in the way of `loss`; for the KL term next to a policy loss, too."""
     per_row = torch.where(mask.bool(), per_token, 0).sum(1)  # (N,)
-    if loss in ("grpo", "gspo"):
-        per_row = per_row / lengths(mask)[:, 0]
+    if loss == "grpo":
+        per_row = per_row / mask.sum(1).clamp(min=1)
     return per_row.sum() / normalizer
-
-
-def lengths(mask):  # (N, 1)
-    return mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def importance_weights(train_logprobs, rollout_logprobs):

@@ -21,7 +21,7 @@ from rapidfuzz.distance import Levenshtein
 from nanorook import parallel
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
-from rook import positions, stockfish
+from rook import board, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
@@ -41,6 +41,9 @@ ILLEGAL_SHARE = 1 / 3  # of the moves that are asked about; with fewer, the mode
 
 def start_model():
     return str(Path(__file__).parent / "weights" / "tiny")
+
+
+show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):

@@ -32,6 +32,7 @@ from nanorook import hardware, monitor, parallel, settings
 from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, restore, write
 from nanorook.settings import fail, heading, setting
+from nanorook.tables import skill_rows, table
 from nanorook.task import check_grades, graded, make_questions
 from rollout import microbatches, sample
 
@@ -226,35 +227,45 @@ def uniform_numbers(count, group_size, seed):
     return torch.rand(count, group_size, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(seed))
 
 
-def evaluate(model, questions, file, step):
-    """{"policy legal T=0": [the value for each question], ...}, see monitor.figures, greedy and as sampled in training,
-    by all processes together; `file` gets each kind's first answers at TEMPERATURE. SEED decides what is drawn."""
-    figures, mine = {}, slice(parallel.rank(), None, parallel.world())
-    noise, model = uniform_numbers(len(questions), 1, SEED)[mine], model.inference_copy(model.dtype)
+def answer(model, questions, temperature, group_size=1):
+    """Graded answers, `group_size` to each question and those of a kind in the order of its questions, by all processes
+    together. SEED decides what is drawn."""
+    mine = slice(parallel.rank(), None, parallel.world())
+    noise = uniform_numbers(len(questions), group_size, SEED)[mine]
+    parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
+    parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
+    answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
+    check_grades(answers)
+    order = {(question.kind, question.prompt): place for place, question in enumerate(questions)}
+    return sorted(answers, key=lambda answer: order[answer.question.kind, answer.question.prompt])
+
+
+def evaluate(model, questions, samples=0):
+    """({"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}, greedy and as sampled
+    in training; the answers at TEMPERATURE). With `samples` to each question also the shares pass@k."""
+    skill, model = {}, model.inference_copy(model.dtype)
     for temperature in (0.0, TEMPERATURE):
-        parts = sample(model, questions[mine], 1, task.LIMITS, temperature, noise, EVAL_ROWS)
-        parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
-        answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
-        check_grades(answers)
-        figures |= {f"{name} T={temperature:g}": value for name, value in monitor.figures(answers).items()}
-    if parallel.rank() == 0:
-        monitor.show(answers)
-        with open(file, "a") as log:
-            for kind in task.LIMITS:
-                for a in [a for a in answers if a.question.kind == kind][:16]:
-                    row = {"step": step, "completion": a.text, "reward": a.grade.reward}
-                    log.write(json.dumps(row | a.question._asdict() | a.grade._asdict()) + "\n")
-    return dict(sorted(figures.items(), key=lambda item: item[0].split(" ")[0]))
+        answers = answer(model, questions, temperature)
+        skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.intervals(answers).items()}
+    if samples:
+        skill |= monitor.pass_rates(answer(model, questions, TEMPERATURE, samples), samples)
+    return dict(sorted(skill.items(), key=lambda item: item[0].split(" ")[0])), answers
 
 
 def evaluate_and_record(run, model, questions, title):
-    """One more column in the run's table of held-out skill; the seconds that it took."""
+    """One more column in the run's table of held-out skill, and its first answers of each kind; the seconds it took."""
     clock = time.time()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
-    skill = run.skill[title] = evaluate(model, questions, run.out / "samples.jsonl", run.step)
-    rewards = [fmean(values) for name, values in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
+    run.skill[title], answers = evaluate(model, questions)
+    rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
+        monitor.show(task, answers)
+        with open(run.out / "samples.jsonl", "a") as log:
+            for kind in task.LIMITS:
+                for a in [a for a in answers if a.question.kind == kind][:16]:
+                    row = {"step": run.step, "completion": a.text, "reward": a.grade.reward}
+                    log.write(json.dumps(row | a.question._asdict() | a.grade._asdict()) + "\n")
         write(run.out / "skill.json", json.dumps(run.skill))
     return time.time() - clock
 
@@ -391,7 +402,7 @@ def main():
         evaluate_and_record(run, model, eval_questions, "after")
     if lead:
         run.save(model, optimizers)
-        parallel.log(monitor.table(run.skill))
+        parallel.log(table(skill_rows(run.skill)))
         run.finish(model)
     parallel.finish()
 

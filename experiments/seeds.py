@@ -14,15 +14,15 @@ import argparse
 import json
 import re
 import runpy
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
-from nanorook import monitor, settings
+from nanorook import settings, tables
 from nanorook.run import write
 from nanorook.settings import fail, number
-from nanorook.statistics import differences, gain, interval, known, over_seeds, shared_variance
+from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
 
 ROOT = Path(__file__).parent.parent
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
@@ -39,13 +39,8 @@ def record(file, content):
     write(file, text + "\n")
 
 
-def with_interval(values, form=".1f"):
-    """The mean over seeds and, of several values, the half-width of its 95 % interval."""
-    return monitor.with_interval(*over_seeds([(value, 0.0) for value in values]), form)
-
-
 def rounded(figures):
-    return {name: [round(x, 5) for x in pair] for name, pair in figures.items()}
+    return {name: [round(x, 5) for x in figure[:2]] for name, figure in figures.items()}
 
 
 def shared_settings(task, given):
@@ -69,8 +64,7 @@ def run(folder, arguments):
                 fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
-    gains = rounded({name: gain(first[name], last[name]) for name in last if name in first})
-    skill = {title: {k: interval(known(values)) for k, values in figures.items()} for title, figures in skill.items()}
+    gains = rounded({name: gain(first[name][2], last[name][2]) for name in last if name in first})
     skill = {str(steps.get(title, title.split(" ")[-1])): rounded(figures) for title, figures in skill.items()}
     return {"about": {k: about[k] for k in about if k != "questions"}, "skill": skill, "gain": gains}
 
@@ -81,7 +75,7 @@ def shared(folders):
     for folder in folders:
         asked, skill = read(folder / "run.json")["questions"], read(folder / "skill.json")
         for name in skill["after"]:
-            values = differences(skill["before"].get(name, []), skill["after"][name])
+            values = differences(skill["before"].get(name, ([],))[-1], skill["after"][name][-1])
             found.setdefault(name, []).append(values and (asked[name.split(" ")[0]], values))
     return {name: shared_variance(*zip(*pairs)) for name, pairs in found.items() if all(pairs)}
 
@@ -95,17 +89,17 @@ def means(runs, name):
 
 def table(runs, controls, shared):
     """`shared`: of the runs and of the controls."""
-    lines = ["| | before | after | gain | gain of the shuffled control |", "| --- |" + " ---: |" * 4]
+    rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in skill for run in runs + controls for skill in run["skill"].values()):
             found, share = means(runs + controls, name)
             form, scale = (".1f", 100) if share else (".2f", 1)
-            cells = [f"{statistics.fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
+            cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
             for some, common in zip((runs, controls), shared):
                 figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0)) if some else ()
-                cells.append(monitor.with_interval(*(scale * x for x in figure), f"+{form}") if some else "")
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                cells.append(with_interval(*(scale * x for x in figure), f"+{form}") if some else "")
+            rows.append([name, *cells])
+    return tables.table(rows, markdown=True)
 
 
 def pyplot():
@@ -131,7 +125,7 @@ def draw(runs, controls, names, path):
             curves, share = means(some, name)
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
-            axis.plot(steps, [statistics.fmean(values) for values in zip(*curves)], color=colour, label=label)
+            axis.plot(steps, [fmean(values) for values in zip(*curves)], color=colour, label=label)
         title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)

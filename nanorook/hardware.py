@@ -18,6 +18,13 @@ def choose_device(name="auto"):
     return torch.device(usable[0] if name == "auto" else name)
 
 
+def prepare(device="auto", dtype="auto"):
+    """(device, dtype of matrix products) of a program, by the names that settings have for them."""
+    flush_denormals()
+    device = choose_device(device)
+    return device, fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+
+
 def flush_denormals():
     """Sharp attention is full of denormal numbers, which make a CPU half as fast: from now on they are 0."""
     torch.set_flush_denormal(True)

@@ -1,6 +1,7 @@
-"""What a run says about itself: its state and what to do about it, the progress line, tables, logs."""
+"""What a run says about itself: its state and what to do about it, the progress line, figures of answers, logs."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -17,7 +18,7 @@ import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
-from nanorook.statistics import gain, interval, known, with_interval
+from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned
 
 
@@ -47,19 +48,32 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
 
 
 def figures(answers):
-    """{"policy legal": [its value in each answer of that kind, None where it has none], ...}: reward and metrics. The
-    answers are in the order of their prompts, so that those of two evaluations belong together one by one."""
-    kinds, values = {}, {}
-    for answer in sorted(answers, key=lambda answer: answer.question.prompt):
-        kinds.setdefault(answer.question.kind, []).append({"reward": answer.grade.reward} | answer.grade.metrics)
-    for kind, rows in kinds.items():
-        for name in dict.fromkeys(name for row in rows for name in row):
-            values[f"{kind} {name}"] = [row.get(name) for row in rows]
-    return values
+    """{"policy legal": [its value in each answer of the kind, or None], ...}: reward and metrics of each kind."""
+    kinds = {}
+    for answer in answers:
+        values = {"reward": answer.grade.reward} | answer.grade.metrics
+        kinds.setdefault(answer.question.kind, []).append({name: float(value) for name, value in values.items()})
+    return {f"{kind} {name}": [row.get(name) for row in rows]
+            for kind, rows in kinds.items() for name in {name: 0 for row in rows for name in row}}  # fmt: skip
 
 
 def intervals(answers):
-    return {name: interval(known(values)) for name, values in figures(answers).items()}
+    """{"policy legal": (mean, half-width of its 95 % interval, the values of figures()), ...}"""
+    return {name: figure(values) for name, values in figures(answers).items()}
+
+
+def pass_at_k(values, n, k):
+    """For each question the chance that one of k answers is right where its n answers have these values and 1 is right,
+    without bias (Chen et al., 2021, Evaluating Large Language Models Trained on Code); None where none has a value."""
+    groups = [values[i : i + n] for i in range(0, len(values), n)]
+    return [None if {*g} == {None} else 1 - math.comb(n - g.count(1), k) / math.comb(n, k) for g in groups]
+
+
+def pass_rates(answers, n):
+    """{"mates mate pass@4": as in intervals(), ...} of metrics that are shares, from `n` answers to each question."""
+    found = {name: values for name, values in figures(answers).items() if all(0 <= v <= 1 for v in known(values))}
+    return {f"{name} pass@{k}": figure(pass_at_k(tried, n, k)) for name, tried in found.items()
+            for k in (1, 4, 16, 64) if k <= n and not name.endswith(" reward")}  # fmt: skip
 
 
 def describe_answers(answers, group_size):
@@ -99,24 +113,21 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
-def show(answers):
-    """The worst and the best of some answers, each with what its reward is made of."""
+def show(task, answers):
+    """Prints the worst and the best of some answers."""
     ordered = sorted(answers, key=lambda answer: answer.grade.reward)
     for which, answer in (("worst", ordered[0]), ("best", ordered[-1])):
-        prompt, text = printable(answer.question.prompt.strip()), printable(answer.text.strip())
-        print(f"  {which} of {len(ordered)}: {prompt}\n  -> {text}")
-        print(f"     {answer.grade.reward:.4g} = {as_sum(answer.grade.pieces) or 0}")
+        print(f"  {which} of {len(ordered)}: {printable(answer.question.prompt.strip())}")
+        show_answer(task, answer)
 
 
-def table(columns):
-    """{title: skill} side by side, one row for each name, and last what was gained from the first to the last."""
-    lines = [f"{'held-out skill':38}" + "".join(f"{title[-17:]:>18}" for title in (*columns, "gain"))]
-    first, *_, last = columns.values()
-    for name in dict.fromkeys(name for skill in columns.values() for name in skill):
-        cells = [with_interval(*interval(known(skill[name]))) if name in skill else "" for skill in columns.values()]
-        cells += [with_interval(*gain(first[name], last[name]), "+.3f")] if name in first and name in last else []
-        lines.append(f"{name:38}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+def show_answer(task, answer, title=""):
+    """Prints an answer, as the task shows it if that is text, and what its reward is made of if it has a grade."""
+    text = task.show(answer.question, answer.text) if hasattr(task, "show") else ""
+    text = text if text and not text.startswith("<") else answer.text.strip()
+    print(f"  {title}-> {printable(text)}" + " ... (cut off)" * answer.hit_limit)
+    if answer.grade:
+        print(f"  {'':{len(title)}}   {answer.grade.reward:.4g} = {as_sum(answer.grade.pieces) or 0}")
 
 
 def describe(command, device, dtype):
@@ -142,8 +153,8 @@ def open_log(run, model, questions):
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # else it was killed while this evaluation was written
     about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
-    for prompt, kind in sorted((question.prompt, question.kind) for question in questions):
-        about["questions"].setdefault(kind, []).append(crc32(prompt.encode()))
+    for question in questions:
+        about["questions"].setdefault(question.kind, []).append(crc32(question.prompt.encode()))
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about))
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)

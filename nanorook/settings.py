@@ -1,4 +1,4 @@
-"""Settings by name: from NAME=value arguments, else from the environment, else the task's default, else the default.
+"""Settings by name: from NAME=value arguments, the environment, a run (for tools), the task's defaults, the defaults.
 
 A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one, and LR stands
 where it is used. Only a program that was started calls `read_user`, before that; one that is imported has the defaults.
@@ -6,12 +6,14 @@ where it is used. Only a program that was started calls `read_user`, before that
 
 import argparse
 import difflib
+import json
 import math
 import os
 import sys
+from pathlib import Path
 
 SETTINGS = {}  # name -> (default, meaning, value)
-GIVEN = {"arguments": {}, "environment": {}, "defaults": {}}  # what settings are read from
+GIVEN = {"arguments": {}, "environment": {}, "run": {}, "defaults": {}}  # what settings are read from
 HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
 
@@ -27,6 +29,19 @@ def read_user():
     GIVEN["environment"] = dict(os.environ)
 
 
+def read_run():
+    """As read_user; and settings that are not given are those of the run that made the first model that the arguments
+    name, which then is OUT_DIR/model or OUT_DIR/step-N. MODEL is the run's start model unless it is given."""
+    read_user()
+    for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
+        folder = Path(word.removeprefix("MODEL="))
+        file = folder.resolve().parent / "settings.json"
+        if os.path.isdir(folder) and file.is_file():
+            GIVEN["run"] = {name: as_text(value) for name, value in json.loads(file.read_text()).items()}
+            GIVEN["run"].pop("DEVICE", None)  # which this machine may not have
+            break
+
+
 def heading(title):
     """The settings that follow stand under this heading in --help."""
     HEADINGS[len(SETTINGS)] = title
@@ -34,7 +49,8 @@ def heading(title):
 
 def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
     kind, default = type(default), as_text(GIVEN["defaults"].get(name, default))
-    text = GIVEN["arguments"].get(name, GIVEN["environment"].get(name, default))
+    sources = GIVEN["arguments"], GIVEN["environment"], GIVEN["run"]
+    text = next((source[name] for source in sources if name in source), default)
     if kind is bool:
         kind, low, high = int, 0, 1
     try:
@@ -67,7 +83,14 @@ def number(kind, low, high=LARGEST):
     return parse
 
 
-def finish(program="./train.sh"):
+def output_file(text):
+    """A type for argparse: a file that can be written, which is looked at before the work and not after it."""
+    if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: it is a folder, or in one that does not exist.")
+    return text
+
+
+def finish(program="./train.sh", arguments=None):
     """Call it after the last setting: prints --help, refuses unknown arguments, warns of mistyped variables."""
     if any(a in ("-h", "--help") for a in sys.argv[1:]):
         print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}")
@@ -76,7 +99,7 @@ def finish(program="./train.sh"):
                 print(f"\n{HEADINGS[i]}")
             print(f"  {name:26} {default:14} {meaning}")
         sys.exit()
-    for argument in sys.argv[1:]:
+    for argument in sys.argv[1:] if arguments is None else arguments:
         name, equals, value = argument.partition("=")
         if not equals or name not in SETTINGS:
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)

@@ -6,8 +6,6 @@ from statistics import fmean, variance
 import numpy as np
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, for 1, 2, ... degrees of freedom
-
-
 # Of a rare success, or of a change that is rare, a few are seen, and where they happen to be fewer the variance looks
 # smaller, too. Two more in the sum of squares mend that (Agresti & Coull, 1998; of differences Bonett & Price, 2012).
 RARE = 2
@@ -25,30 +23,34 @@ def student(freedom):
     return float(np.interp(1 / freedom, [1 / n for n in range(9, 0, -1)], STUDENT[::-1]))
 
 
-def interval(values, counts=None):
-    """The mean and the half-width of its 95 % interval by Student's distribution, infinite where there is one value.
-    With `counts` it is the ratio of two sums, such as illegal moves over moves; a count of 0 is no value. Its
-    variance is that of values - ratio · counts (Cochran, Sampling Techniques, 1977, chapter 6)."""
-    counts = [1] * len(values) if counts is None else counts
-    ratio, n = sum(values) / sum(counts), sum(count > 0 for count in counts)
+def interval(values):
+    """The mean and the half-width of its 95 % interval by Student's distribution, infinite where there is one value."""
+    mean, n = fmean(values), len(values)
     if n == 1:
-        return ratio, math.inf
-    square, shares = sum((v - ratio * c) ** 2 for v, c in zip(values, counts)), are_shares([*values, *counts])
+        return mean, math.inf
+    square, shares = sum((value - mean) ** 2 for value in values), are_shares(values)
     if shares and square == 0:  # 0 of 200, or 200 of 200: the other end of Wilson's interval (1927)
-        return ratio, 1.96**2 / (n + 1.96**2)
-    return ratio, student(n - 1) * math.sqrt((square + RARE * shares) * n / (n - 1)) / sum(counts)
+        return mean, 1.96**2 / (n + 1.96**2)
+    return mean, student(n - 1) * math.sqrt((square + RARE * shares) / (n - 1) / n)
 
 
 def known(values):
     return [value for value in values if value is not None]
 
 
-def spread(values):
-    """Numbers for all questions with the mean of the known ones and, to first order, its variance."""
-    if None not in values:
+def figure(values):
+    """(mean, half-width of its interval, values) of questions of which some have no value."""
+    return *interval(known(values)), values
+
+
+def spread(values, counts=None):
+    """Numbers for all questions with the mean of the known values, or with the ratio of the sums of values and counts,
+    and, to first order, its variance (Cochran, Sampling Techniques, 1977, chapter 6)."""
+    if counts is None and None not in values:
         return values
-    mean, share = fmean(known(values)), len(known(values)) / len(values)
-    return [mean if value is None else mean + (value - mean) / share for value in values]
+    counts = counts or [value is not None for value in values]
+    ratio, average = sum(known(values)) / sum(counts), fmean(counts)
+    return [ratio + ((value or 0) - ratio * count) / average for value, count in zip(values, counts)]
 
 
 def differences(before, after):
@@ -59,11 +61,12 @@ def differences(before, after):
 
 
 def gain(before, after):
-    """The mean of after - before and the half-width of its 95 % interval, question by question."""
+    """The mean of after - before and its half-width, question by question if both were asked the same ones."""
     if (values := differences(before, after)) is None:
         (a, a_half), (b, b_half) = interval(known(before)), interval(known(after))
         return b - a, math.hypot(a_half, b_half)
-    return interval(values)
+    mean, half = interval(values)
+    return mean, half if min(len(known(before)), len(known(after))) > 1 else math.inf
 
 
 def shared_variance(questions, values):

@@ -1,4 +1,4 @@
-"""A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file; rewards.py is chess.
+"""A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file.
 
 `Task` is what such a file provides; `load`, `make_questions` and `check_grades` hold it against that, so that a mistake
 ends in a sentence. docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
@@ -58,6 +58,8 @@ class Task(Protocol):
         """What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off."""
 
     # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
+    # Optional: def show(question, text) -> str, what a page shows with an answer, or a terminal instead of it, whatever
+    # the answer is. If it begins with "<" it is HTML, for pages alone; its docstring then explains the pictures.
 
 
 def load(file) -> Task:

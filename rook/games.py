@@ -18,8 +18,10 @@ from tqdm import tqdm
 
 import rewards
 from model import GPT
-from nanorook import hardware, monitor
-from nanorook.settings import fail, number
+from nanorook import hardware
+from nanorook.settings import fail, number, output_file
+from nanorook.statistics import interval, spread, with_interval
+from nanorook.tables import table
 from rollout import sample
 from rook import stockfish
 from rook.label import require
@@ -35,12 +37,8 @@ def answers(model, questions, temperature, group_size=1, seed=0, rows=128):
     generator, limit = torch.Generator().manual_seed(seed), max(rewards.LIMITS.values())
     noise = torch.rand(len(questions), group_size, limit, generator=generator)
     parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, rows=rows)
-    parts = progress(parts, f"answers, temperature {temperature:g}")
+    parts = tqdm(parts, f"answers, temperature {temperature:g}", leave=False, disable=None)
     return [answer for _, part in parts for answer in part]
-
-
-def progress(items, title):
-    return tqdm(items, title, leave=False, disable=None)
 
 
 def best_moves(model, fens, temperature, group_size=1, seed=0):
@@ -106,22 +104,15 @@ def result(board, end):
 
 
 def count(opponent, boards, ends):
-    """{row: [(value, weight) of each game]}; a figure is the sum of the values divided by the sum of the weights."""
-    lengths = [(len(board.move_stack), 1) for board in boards]
-    illegal = [(end == ILLEGAL, 1) for end in ends]
+    """{row: [the value of each game]}. Illegal moves are a share of all moves, so a long game counts for more."""
+    lengths, illegal = [len(board.move_stack) for board in boards], [end == ILLEGAL for end in ends]
     if opponent == "self":
-        moves = [(bad, bad + good) for (bad, _), (good, _) in zip(illegal, lengths)]
-        return {"half-moves before an illegal one": lengths, "illegal moves": moves}
+        moves = [bad + good for bad, good in zip(illegal, lengths)]
+        return {"half-moves before an illegal one": lengths, "illegal moves": spread(illegal, moves)}
     white = {"1-0": 1, "0-1": 0, "1/2-1/2": 0.5}
     points = [abs((not has_white(i)) - white[result(*game)]) for i, game in enumerate(zip(boards, ends))]
-    score, lost = [(p, 1) for p in points], [(p == 0, 1) for p in points]
-    return {"score": score, "lost": lost, "lost by an illegal move": illegal, "half-moves": lengths}
-
-
-def check_output(parser, file):
-    """Before the work, not after it."""
-    if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-        parser.error(f"{file} cannot be written: it is a folder, or in one that does not exist.")
+    lost = [p == 0 for p in points]
+    return {"score": points, "lost": lost, "lost by an illegal move": illegal, "half-moves": lengths}
 
 
 def main():
@@ -135,28 +126,26 @@ def main():
     p.add_argument("--skill", type=number(int, 0, 20), default=0, help="Stockfish's Skill Level, 0 to 20")
     p.add_argument("--nodes", type=number(int, 1), default=1000, help="that Stockfish searches for a move")
     p.add_argument("--data", default="builtin", help="positions, of which the held-out are used")
-    p.add_argument("--pgn", metavar="OUT", help="also write the games to this file")
+    p.add_argument("--pgn", metavar="OUT", type=output_file, help="also write the games to this file")
     a = p.parse_args()
-    check_output(p, a.pgn)
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
-    hardware.flush_denormals()
-    device = hardware.choose_device()
-    model = GPT.load(a.model).to(device).inference_copy(hardware.fastest_dtype(device))
+    device, dtype = hardware.prepare()
+    model = GPT.load(a.model).to(device).inference_copy(dtype)
     held = a.start == "held-out" and openings(rewards.load(a.data, model.config)[1], a.games)
     if held == []:
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
-    figures, pgn = {}, ""
+    columns, pgn = [], ""
     for t in dict.fromkeys(a.temperature):
         starts = held or [START] * (a.games if t or opponent else 1)  # all would be the same game
         boards, ends = play(model, starts, t, opponent)
-        rows = count(a.opponent, boards, ends)
-        figures[f"T={t:g}, n={len(boards)}"] = {row: monitor.interval(*zip(*column)) for row, column in rows.items()}
+        found = count(a.opponent, boards, ends)
+        columns.append([f"T={t:g}, n={len(boards)}", *(with_interval(*interval(values)) for values in found.values())])
         for i, (board, end) in enumerate(zip(boards, ends)):
             white, black = (a.model, name) if has_white(i) else (name, a.model)
             game = chess.pgn.Game.from_board(board)
             game.headers.update(White=white, Black=black, Result=result(board, end), Termination=end)
             pgn += f"{game}\n\n"
-    print(f"Games of {a.model} against {name}\n\n{monitor.table(figures)}")
+    print(f"Games of {a.model} against {name}\n\n{table([*zip(['', *found], *columns)])}")
     if a.pgn:
         Path(a.pgn).write_text(pgn)
 

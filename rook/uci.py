@@ -106,9 +106,8 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m rook.uci", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a model folder or hub id (default: weights/tiny)")
     name = parser.parse_args().model or start_model()
-    hardware.flush_denormals()
-    device = hardware.choose_device()
-    model = GPT.load(name).to(device).inference_copy(hardware.fastest_dtype(device))
+    device, dtype = hardware.prepare()
+    model = GPT.load(name).to(device).inference_copy(dtype)
     prompt = model.tokenizer.encode(policy_prompt(chess.STARTING_FEN, chess_format(model.config)))
     if model.config.n_positions - len(prompt) < LIMITS["policy"]:
         fail(f"{name}: the model's positions leave too few tokens after a prompt for an answer.")

@@ -15,11 +15,10 @@ SMALL = {"config": GPTConfig(257, 160, 32, 2, 2, eos_token_id=256), "prompts": 2
 
 @pytest.fixture
 def small(monkeypatch):
-    found, asked = {title: w._replace(**SMALL) for title, w in bench.workloads(CPU).items()}, bench.questions(2)
+    found = {title: w._replace(**SMALL) for title, w in bench.workloads(CPU).items()}
     monkeypatch.setattr(bench, "workloads", lambda device: found)
     monkeypatch.setattr(bench.os, "environ", {**bench.os.environ})  # which main() changes
-    monkeypatch.setattr(bench, "questions", lambda count: asked)
-    return found, asked
+    return found, bench.random_prompts(2)
 
 
 def test_a_small_run_reports_medians_of_rounds(small, tmp_path, monkeypatch, capsys):
@@ -43,11 +42,12 @@ def test_transformers_completes_the_same_prompts_with_the_same_weights(small, mo
     seen, original = [], GPT2LMHeadModel.generate
     patched = lambda self, **settings: seen.append(original(self, **settings, top_k=1)) or seen[-1]  # noqa: E731
     monkeypatch.setattr(GPT2LMHeadModel, "generate", patched)
-    w, asked = small[0]["W1"], small[1]
-    model, _ = bench.prepare(w, asked, CPU, torch.float32)
+    w, texts = small[0]["W1"], small[1]
+    model, _ = bench.prepare(w, texts, CPU, torch.float32)
     model.save(tmp_path)
-    bench.transformers_rounds(w, asked, tmp_path, CPU, 1, dict)
-    prompts = [model.tokenizer.encode(question.prompt) for question in asked]
+    bench.transformers_rounds(w, texts, tmp_path, CPU, 1, dict)
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    assert len({*map(len, prompts)}) == 2 and all(50 <= len(prompt) <= 70 for prompt in prompts)
     expected = generate(model, prompts, w.group, [w.new] * len(prompts), temperature=0).tokens
     made = [tokens[:, max(map(len, prompts)) :] for tokens in seen]
     assert len(made) == 6 and all(torch.equal(made[i], expected) for i in (0, 1, 3, 4))  # those in fp32

@@ -1,4 +1,6 @@
+import importlib
 import json
+import re
 import runpy
 import types
 from unittest import mock
@@ -6,8 +8,9 @@ from unittest import mock
 import pytest
 
 import train
-from experiments import pass_at_k, seeds, variants
+from experiments import seeds, variants
 from nanorook import settings
+from nanorook.statistics import figure
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -21,7 +24,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
         (out / "model").mkdir(parents=True)
         gain = 0 if given["CONTROL"] == "shuffle" else 0.1 + 0.2 * int(given["SEED"])
-        skill = {title: {"policy reward T=0": [0.4 + x, 0.6 + x]} for title, x in (("before", 0), ("after", gain))}
+        skill = {t: {"policy reward T=0": figure([0.4 + x, 0.6 + x])} for t, x in (("before", 0), ("after", gain))}
         about = {"machine": "m", "questions": {"policy": [int(given["SEED"]), 7]}}
         for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
@@ -75,7 +78,7 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
         folders, runs = [tmp_path / f"{names[1][0]}-{i}" for i in range(2)], []
         for folder, asked, values in zip(folders, names, ([1, 1, 0, 0.02], [1, 1, 0, 0])):
             folder.mkdir()
-            skill = {"before": {"q right T=0": [0, 0, 0, 0]}, "after": {"q right T=0": values}}
+            skill = {t: {"q right T=0": figure(v)} for t, v in (("before", [0, 0, 0, 0]), ("after", values))}
             for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"questions": {"q": asked}}}.items():
                 (folder / f"{name}.json").write_text(json.dumps(content))
             (folder / "model").mkdir()
@@ -84,30 +87,33 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
     assert "| q right T=0 | 0.0 | 50.2 | +50.2 ± 48.8 |  |" in tables[0] and "+50.2 ± 3.2 |" in tables[1]
 
 
-def test_pass_at_k_counts_all_answers_to_a_question(monkeypatch, capsys):
-    wrong, right = {"structure": 0.0}, {"structure": 1.0, "right": 1.0, "pawns": 2.0}
-    monkeypatch.setattr(pass_at_k, "tries", lambda *_: {"q": [wrong, *[right] * 63, *[wrong] * 64]})
-    monkeypatch.setattr("sys.argv", f"pass_at_k {seeds.ROOT}/tests/toy.py start".split())
-    pass_at_k.main()
-    rows = [line.split(" ± ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert rows[2:] == [f"| q {name} | {k} | {share}" for name in ("structure", "right")
-                        for k, share in ((1, 49.2), (4, 50.0), (16, 50.0), (64, 50.0))]  # fmt: skip
-
-
 def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, monkeypatch, capsys):
-    for table in variants.TABLES.values():
-        names = {name for changes in table.variants.values() for name in changes}
-        assert all(hasattr(train, name) or hasattr(table.task, name) for name in names)
-    for name, file in (("letters", "variants.json"), ("sums", "variants-sums.json")):
-        assert seeds.read(seeds.ROOT / "experiments" / file)["about"] == variants.TABLES[name].about()
-    measured, row = [], dict.fromkeys(variants.TABLES["letters"].columns(), 0.5)
-    measure = lambda _, settings: measured.append(settings) or (None if settings["SEED"] else row)  # noqa: E731
-    monkeypatch.setattr(variants, "measure", measure)
-    monkeypatch.setattr("sys.argv", f"variants {tmp_path}/v.json --seeds 2 --only default EPOCHS=2".split())
+    for name, table in variants.TABLES.items():
+        task = importlib.import_module(f"examples.{name}")
+        changed = {name for changes in (table.shared, *table.variants.values()) for name in changes}
+        assert all(hasattr(train, name) or hasattr(task, name) for name in changed)
+        recorded = seeds.read(seeds.ROOT / "experiments" / f"variants-{name}.json")
+        assert recorded["about"] == {"shared": table.shared, "variants": table.variants}
+        assert recorded["runs"].keys() == table.variants.keys()
+    made = []
+
+    def run(folder, arguments):
+        made.append(arguments)
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text('{"clip_low": 0.1, "clip_high": 0.3, "entropy": 0.5}\n')
+        if "SEED=1" in arguments:
+            raise SystemExit("error: the run failed for the third time")
+        return {"skill": {"0": {}, "30": {"letters last T=0": [0.5, 0.1], "letters last T=1": [0.25, 0.1]}}}
+
+    monkeypatch.setattr(variants, "run", run)
+    command = f"variants {tmp_path} --file {tmp_path}/v.json --seeds 2 --only"
+    monkeypatch.setattr("sys.argv", [*command.split(), "default", "EPOCHS=2"])
+    shared = ["TASK=examples/letters.py", "STEPS=30", "EVAL_POSITIONS=400"]
     for _ in range(2):
         variants.main()
-        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 50.0 | 0.50 | 50.0 |" in capsys.readouterr().out
-        assert measured == [{"SEED": 0}, {"EPOCHS": 2, "SEED": 0}, {"SEED": 1}, {"EPOCHS": 2, "SEED": 1}]
+        rows = re.sub(" +", " ", capsys.readouterr().out)
+        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 25.0 | 0.50 | 40.0 |" in rows
+        assert made == [[*shared, *more, f"SEED={seed}"] for seed in (0, 1) for more in ([], ["EPOCHS=2"])]
     monkeypatch.setattr("sys.argv", ["variants", "--seeds", "0"])
     with pytest.raises(SystemExit):
         variants.main()

@@ -8,7 +8,7 @@ import chess.pgn
 import pytest
 
 import rewards
-from nanorook import monitor
+from nanorook.statistics import interval, with_interval
 from rollout import Answer
 from rook import games, texts
 from rook.positions import Position, contract_board
@@ -62,8 +62,8 @@ SELF_PLAY += [(scripted(*FOOLS_MATE), 4, 0), (scripted(*REPETITION), 8, 0)]
 def test_self_play_counts_half_moves_before_an_illegal_one(byte_model, monkeypatch, policy, half_moves, illegal):
     answer_by(monkeypatch, policy)
     counted = games.count("self", *games.play(byte_model, [START], 0.0))
-    assert counted["half-moves before an illegal one"] == [(half_moves, 1)]
-    assert counted["illegal moves"] == [(illegal, half_moves + illegal)]
+    assert counted["half-moves before an illegal one"] == [half_moves]
+    assert counted["illegal moves"] == [illegal / (half_moves + illegal)]
 
 
 def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
@@ -111,5 +111,5 @@ def test_the_score_against_stockfish_is_that_of_the_games_written(policy, byte_m
         assert points[-1] == (0.5 if won is None else won == color)
     expected = {"score": points, "lost": [p == 0 for p in points], "lost by an illegal move": illegal}
     for row, values in (expected | {"half-moves": lengths}).items():
-        assert printed[row].strip() == monitor.with_interval(*monitor.interval(values)), row
+        assert printed[row].strip() == with_interval(*interval(values)), row
     assert points == [0] * 6 and any(illegal) == (policy != any_move)  # Stockfish mates who plays at random

@@ -36,8 +36,7 @@ def test_from_labels_to_tables_through_a_kill(bpe_folder, tmp_path):
     # in about the last eleventh of all steps the learning rate falls
     seen = [json.loads(line)["step"] for line in (out / "tiny" / "skill.jsonl").read_text().splitlines()]
     assert max(seen) == 11 * int((out / "tiny.decay").read_text())
-    before, after = (json.loads((out / f"{when}-tiny.json").read_text()) for when in ("before", "after"))
-    assert len(before["models"]) == 1 and len(after["models"]) == 2 and set(after["difference"]) == {"T=0", "T=1"}
     summary = (out / "summary.md").read_text()
-    assert "GRPO: 2 steps, " in summary and "| policy: legal move | " in summary and "## W4 whole step" in summary
+    assert "GRPO: 2 steps, " in summary and "\nW4 whole step" in summary
+    assert re.search(r"^\| policy legal T=0 +\| .* \| +[+-]\S+ ± .* \|", summary, re.M), summary
     assert re.findall(r"^- (\S+): finished, \d+ s$", summary, re.M) == STAGES

@@ -64,8 +64,7 @@ def trl(tmp_path_factory):
 
 
 def trl_loss(trainer, logprobs, old, ref, advantages, mask, weights, loss, low, high, beta):
-    trainer.loss_type = "grpo" if loss == "gspo" else loss
-    trainer.importance_sampling_level = "sequence" if loss == "gspo" else "token"
+    trainer.loss_type = loss
     trainer.epsilon_low, trainer.epsilon_high = low, 1 + high if loss == "cispo" else high
     trainer.beta = beta
     trainer.use_vllm = weights is not None
@@ -78,10 +77,10 @@ def trl_loss(trainer, logprobs, old, ref, advantages, mask, weights, loss, low, 
 
 
 @pytest.mark.parametrize("extras", ["plain", "kl", "weights", "an advantage for each token"])
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo", "gspo"])  # one that is added TRL has not
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo"])  # one that is added TRL has not
 def test_loss_and_gradient_equal_trl(trl, loss, extras):
     logprobs, old, ref, advantages, mask, weights = made_up()
-    low, high = (0.03, 0.05) if loss == "gspo" else (0.2, 0.3)
+    low, high = 0.2, 0.3
     beta = 0.3 if extras == "kl" else 0.0
     weights = weights if extras == "weights" else None
     if extras == "an advantage for each token":
@@ -96,27 +95,9 @@ def test_loss_and_gradient_equal_trl(trl, loss, extras):
         return trl_loss(trl, x, old, ref, advantages, mask, weights, loss, low, high, beta)
 
     (value, gradient), expected = loss_and_gradient(ours, logprobs), loss_and_gradient(theirs, logprobs)
-    if loss == "gspo" and extras in ("weights", "an advantage for each token"):
-        # TRL spreads a row's gradient evenly over its tokens, whatever each of them earned (see grpo.policy_loss)
-        gradient, expected = gradient.sum(1), (expected[0], expected[1].sum(1))
-        mask = torch.ones(N, dtype=torch.bool)
     torch.testing.assert_close(value, expected[0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(gradient, expected[1], atol=1e-6, rtol=1e-6)
     assert gradient.abs().max() > 1e-3 and not gradient[~mask].any()
-
-
-def test_gspo_pays_each_token_its_own_advantage():
-    """GSPO-token (section 4.3 of the paper), which TRL has not: inside the clip the gradient is that of equal
-    advantages, which the test above compares with TRL's, times the token's own."""
-    logprobs, old, _, _, mask, _ = made_up()
-    own, ones = torch.linspace(-1, 1, N * T, dtype=torch.float64).view(N, T), torch.ones(N, T, dtype=torch.float64)
-
-    def gradient(advantages):
-        wide = settings("gspo", mask, 1.0, 1e9)
-        return loss_and_gradient(lambda x: grpo.policy_loss(x, old, advantages, mask, **wide)[0], logprobs)[1]
-
-    torch.testing.assert_close(gradient(own), own * gradient(ones))
-    assert gradient(ones).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("scale, theirs", [("none", "none"), ("std", "group")])
@@ -336,8 +317,7 @@ def test_stats_and_importance_weights_by_hand():
     ratio, mask = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).repeat(2, 1), torch.tensor([[1, 1, 1, 0]]).repeat(2, 1)
     args = ratio.log(), torch.zeros(2, 4), torch.tensor([1.0, -1.0]), mask
     expected = dict(tokens=6, ratio_gap=3, clip_low=1, clip_high=1)
-    gspo = dict(ratio_gap=0, clip_low=0, clip_high=0)  # 0.5 · 1 · 2: both rows have ratio 1
-    for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2), "gspo": gspo}.items():
+    for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2)}.items():
         stats = grpo.policy_loss(*args, **settings(loss, mask))[1]
         assert {k: v.item() for k, v in stats.items()} == pytest.approx(expected | changed)
     weights = grpo.importance_weights(torch.zeros(4, requires_grad=True), torch.tensor([0, -0.5, 0.5, -1e4]))

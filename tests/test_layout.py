@@ -28,10 +28,10 @@ def allowed(file):
     if folder == "examples":
         return {"nanorook", "examples"} | {"start": {"model"}, "mates": {"rewards", "rook"}}.get(name, set())
     if folder == "rook":
-        return {"nanorook", "rook"} | (FIVE - {"train"} if name not in ("positions", "stockfish") else set())
-    own = {"nanorook", "experiments", "examples"} if folder == "experiments" else {"nanorook"}
-    own |= set() if file == "train.py" else {"tools", "rook"}
-    return own | (FIVE if folder == "experiments" or name in ("doctor", "bench", "signal") else FIVE - {"train"})
+        return {"nanorook", "rook"} | (FIVE if name not in ("positions", "stockfish", "board") else set())
+    if folder == "experiments":
+        return FIVE | {"nanorook", "rook", "tools", "experiments", "examples"}
+    return {"nanorook"} | FIVE - {"rewards"} | ({"tools"} if folder == "tools" else set())  # tools, train.py
 
 
 def test_the_root_has_the_five_one_oldest_python_and_each_package_pinned_once():
@@ -59,6 +59,12 @@ def test_each_file_keeps_to_the_rules(file):
     assert OWN & {name.split(".")[0] for name in found} <= allowed(file)
     assert not re.search(r"^\S.*(os\.environ|os\.getenv|sys\.argv|settings\.read_user)", text, re.MULTILINE)
     assert not re.search(r"torch\.(ops|_C)\b", text)
+
+
+def test_what_is_for_any_task_knows_no_chess():
+    words = re.compile(r"\bchess|\bfen\b|stockfish|\bboards?\b", re.IGNORECASE)
+    files = [file for folder in ("nanorook", "tools") for file in (ROOT / folder).iterdir() if file.is_file()]
+    assert len(files) > 20 and not [file for file in files if words.search(file.read_text())]
 
 
 def test_a_step_is_read_in_nine_files_and_950_lines(tmp_path, monkeypatch, few_positions):

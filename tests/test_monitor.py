@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 import toy
@@ -43,22 +45,33 @@ def test_a_step_is_diagnosed(state):
         assert found["state"] == state and bool(found["advice"]) == (state != "green"), change
 
 
-def test_a_step_is_one_line_and_a_table_has_the_rows_of_all_its_columns():
+def test_a_step_is_one_line():
     row = HEALTHY | {"a/reward": 0.25, "b/reward": 0.75, "seconds": {"rollout": 3.0, "update": 1.0}, "advice": "x"}
     line = monitor.progress_line([row | {"step": step, "state": "red"} for step in (6, 7, 8)], 80, 22.4)
     assert (
         line == "step 8/80 reward 0.500 (a 0.25, b 0.75) kl 0.0000 zero-std 0% 0:05:10 left ● red\n  x"
     )  # evaluations counted
-    before, after = {"pawns": [0.25, 0.5, None]}, {"pawns": [1.25, 1.5, None], "loss": [None, 0.25]}
-    lines = monitor.table({"before": before, "after": after})
-    words = [" ".join(line.split()) for line in lines.splitlines()[1:]]  # of one value alone there is no interval
-    assert words == ["pawns 0.375 ± 1.589 1.375 ± 1.589 +1.000 ± 0.562", "loss 0.250"]
 
 
 def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
     grades = [(("form", 0.0375), ("legal 1", 0.025), ("legal 2", 0.0125)), (("form", 0.0375), ("runaway", -0.3)), ()]
     texts, question = ["fine", "\x1b]0;title\x07 \r\x9b2J\u202e\ud800", "x"], toy.Question("a", "why?\n", 0)
-    monitor.show([Answer(question, text, [], False, Grade(pieces, {})) for text, pieces in zip(texts, grades)])
+    answers = [Answer(question, text, [], False, Grade(pieces, {})) for text, pieces in zip(texts, grades)]
+    monitor.show(toy, answers)
     worst = r"worst of 3: why?|-> \x1b]0;title\x07 \r\x9b2J\u202e\ud800|-0.2625 = 0.0375 form - 0.3 runaway"
     best = "best of 3: why?|-> fine|0.075 = 0.0375 form + 0.0375 legal"
     assert "|".join(map(str.strip, capsys.readouterr().out.splitlines())) == f"{worst}|{best}"
+    html, text = (SimpleNamespace(show=lambda question, text, form=form: form + text) for form in ("<b>", "seen: "))
+    for task, shown in ((html, "x"), (text, "seen: x")):  # a terminal draws no HTML
+        monitor.show_answer(task, answers[2]._replace(grade=None, hit_limit=True), "greedy ")
+        assert capsys.readouterr().out == f"  greedy -> {shown} ... (cut off)\n"
+
+
+def test_pass_at_k_is_the_chance_that_k_draws_hold_a_right_answer():
+    assert monitor.pass_at_k([1, *[0] * 3, *[1.0] * 4, *[None] * 4, *[0] * 4], 4, 2) == [1 - 3 / 6, 1, None, 0]
+    wrong, right = {"structure": 0.0, "right": False}, {"structure": 1.0, "right": True, "pawns": 2.0}
+    tried = [wrong, *[right] * 63, *[wrong] * 64]  # two questions
+    answers = [Answer(toy.Question("q", "", 0), "", [], False, Grade((), metrics)) for metrics in tried]
+    found = {name: figure[0] for name, figure in monitor.pass_rates(answers, 64).items()}
+    ks = {1: 63 / 128, 4: 0.5, 16: 0.5, 64: 0.5}
+    assert found == {f"q {name} pass@{k}": pytest.approx(x) for name in ("structure", "right") for k, x in ks.items()}

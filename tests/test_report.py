@@ -7,11 +7,13 @@ import subprocess
 import pytest
 
 import rewards
-from rook import texts
+from nanorook.statistics import figure
+from nanorook.task import Question
+from rook import board, texts
 from rook.positions import Position
 from tools import report
 
-STEPS = 30
+STEPS, METRICS = 30, ("policy/reward", "policy/legal", "policy/earned/legal")
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 POSITION = Position(START, (), (("e2e4", 40), ("d2d4", 38), ("g1f3", 30), ("c2c4", 25), ("e2e3", 10)))
 HOSTILE = (
@@ -54,11 +56,13 @@ def make_metrics(names):
         yield row | {"seconds": {"sampling": 2.0, "update": 4.0}, "state": state, "advice": advice}
 
 
-def make_run(folder, samples=chess_samples, names=("policy/reward", "policy/legal", "policy/earned/legal"), lr=1e-4):
+def make_run(folder, samples=chess_samples, names=METRICS, lr=1e-4, task="rewards.py"):
     folder.mkdir(parents=True)
-    skill = {"before": {"policy legal T=0": [0.8, 0.02]}, "after": {"policy legal T=0": [0.9, 0.02]}}
+    skill = {
+        when: {"policy legal T=0": figure(values)} for when, values in {"before": [0, 1, 0], "after": [1, 1, 1]}.items()
+    }
     about = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee1", "command": "./train.sh LR=1"}
-    settings = {"LR": lr, "MAX_GRAD_NORM": 1.0}
+    settings = {"LR": lr, "MAX_GRAD_NORM": 1.0, "TASK": task}
     return write(folder, make_metrics(names), samples(), skill=skill, settings=settings, run=about)
 
 
@@ -75,6 +79,11 @@ def run(tmp_path):
     return make_run(tmp_path / "run")
 
 
+def drawn(kind):
+    samples = (sample for sample in chess_samples() if sample["kind"] == kind)
+    return [rewards.show(Question(kind, s["prompt"], s["truth"]), s["completion"]) for s in samples]
+
+
 def chromium(url):
     command = "chromium --headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom".split()
     done = subprocess.run([*command, url], capture_output=True, text=True, errors="replace", timeout=120)
@@ -85,8 +94,8 @@ def chromium(url):
 def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
     page = report.write(run)
     dom, console = chromium(page.as_uri())
-    assert console == [] and f"<title>{run}</title>" in dom and dom.count('class="board"') == 8
-    assert [report.board(sample).count("#dc2626") > 1 for sample in chess_samples()][1::4] == [True, False]  # squares
+    assert console == [] and f"<title>{run}</title>" in dom and dom.count('class="shown"') == 8
+    assert [svg.count("#dc2626") > 1 for svg in drawn("environment")] == [True, False]  # squares
     assert not re.search("<(img|script|b><b|[^>&]* on(load|error|mouseover)=)", dom)
     page.write_text(page.read_text().replace("<main>", "<main><script>document.title = 'owned'</script>"))
     dom, console = chromium(page.as_uri())
@@ -94,9 +103,17 @@ def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
 
 
 def test_the_arrow_of_an_answer_that_is_one_move_is_not_faint():
-    boards = [report.board(sample) for sample in chess_samples() if sample["kind"] == "moves"]
-    for board, colour in zip(boards, (report.ILLEGAL, report.BEST), strict=True):
-        assert f'stroke="{colour}"' in board
+    for svg, colour in zip(drawn("moves"), (board.ILLEGAL, board.BEST), strict=True):
+        assert f'stroke="{colour}"' in svg
+
+
+def test_a_task_may_show_text(tmp_path):
+    module = "DEFAULTS, LIMITS = {}, {}\nload = make_questions = grade = start_model = None\n"
+    module += "def show(question, text):\n    'Why <so>?'\n    return f'{question.truth} & {text}'"
+    (tmp_path / "my_task.py").write_text(module)
+    text = report.write(make_run(tmp_path / "run", letter_samples, task=str(tmp_path / "my_task.py"))).read_text()
+    assert text.count("<pre>{&#x27;answer&#x27;: &#x27;ab&#x27;} &amp; &lt;a</pre></div>") == 2
+    assert '<p class="soft">Why &lt;so&gt;?</p>' in text
 
 
 def panels(text):
@@ -112,7 +129,8 @@ def test_what_was_run_and_how_it_went_beside_another_run(run, tmp_path):
         "c0ffee1",
         "torch 2.13.0",
         "./train.sh LR=1",
-        "0.900 ± 0.020",
+        "1.000 ± 0.000",
+        '<td class="">+0.667 ± 1.433</td>',
     ):
         assert told in text
     said = re.findall(r'<li><i class="(\w+)"></i>(.*?) <span class="soft">(.*?)</span>', text)
@@ -127,12 +145,12 @@ def test_what_was_run_and_how_it_went_beside_another_run(run, tmp_path):
 
 def test_every_metric_of_any_task_is_shown(tmp_path):
     names = "letters/reward,letters/right,letters/earned/form,letters/earned/<b>,x y/reward,x y/ok".split(",")
-    text = report.write(make_run(tmp_path / "run", letter_samples, names)).read_text()
+    text = report.write(make_run(tmp_path / "run", letter_samples, names, task="examples/letters.py")).read_text()
     shown = panels(text)
     assert shown["Reward"] == ["reward", "reward_max", "letters", "x y"]
     assert shown["letters: pieces of the reward"] == ["form", "&lt;b&gt;"]
     assert shown["letters: metrics"] == ["right"] and shown["x y: metrics"] == ["ok"]
-    assert "<b>0.8</b> = 0.5 form + 0.3 letter</p>" in text and 'class="board"' not in text
+    assert "<b>0.8</b> = 0.5 form + 0.3 letter</p>" in text and 'class="shown"' not in text
     marks = re.findall('<mark style="--share:(.*?)" title="letter .*?">(.*?)</mark>', text)
     assert marks == [("0%", "&lt;"), ("100%", "a"), ("100%", "&lt;"), ("100%", "a")]
 

@@ -93,6 +93,13 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
         assert (result.reward == MALFORMED) == (names == ("malformed",)) == (result.metrics["structure"] == 0)
 
 
+@settings(quick, max_examples=30)
+@given(fragments() | damaged())
+def test_any_answer_can_be_shown(text):
+    for prompt, truth in (("P: " + START, {"five": {"e2e4": 0.3}}), (f"A: {START}+e2e4+e2e4+", [AFTER])):
+        assert rewards.show(Question("", prompt, truth), text)[:4] in ("<svg", "")
+
+
 HOSTILE = ["M: E: B: " * 2**19, "M: " + "e2e4 " * 400 + "E: " + "0.3 " * 400 + "B: e2e4"]
 HOSTILE += ["8" * 4000 + "+0.001+0+0", "/" * 4000 + "+0.001+0+0", AFTER + "+0." + "3" * 3900 + "+0+0"]
 

@@ -6,7 +6,8 @@ from statistics import fmean
 import numpy
 import pytest
 
-from nanorook.statistics import differences, gain, interval, over_seeds, shared_variance, student
+from nanorook import tables
+from nanorook.statistics import differences, figure, gain, interval, over_seeds, shared_variance, spread, student
 
 REPETITIONS, QUESTIONS = 2000, 400
 
@@ -17,7 +18,7 @@ def test_intervals_are_students(n, factor):
     half = factor * numpy.std(values, ddof=1) / numpy.sqrt(n)
     found = interval(values)
     assert found == (pytest.approx(numpy.mean(values)), pytest.approx(half, rel=0.01))
-    assert interval(values, [1] * n) == found == interval([*values, 0.0], [1] * n + [0])
+    assert figure([*values, None])[:2] == found == interval(spread(values, [1] * n))
     assert interval([1.0]) == (1.0, math.inf)
     assert student(4) < student(3.5) < student(3) and student(9.01) == pytest.approx(student(9), rel=0.01)
 
@@ -27,7 +28,9 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
     rng, held = numpy.random.default_rng(0), 0
     for _ in range(400):
         moves = rng.integers(1, 60, 80)
-        share, half = interval(rng.binomial(moves, 0.1).tolist(), moves.tolist())
+        illegal = rng.binomial(moves, 0.1)
+        share, half = interval(spread(illegal.tolist(), moves.tolist()))
+        assert share == pytest.approx(illegal.sum() / moves.sum())
         held += abs(share - 0.1) <= half
     assert 360 <= held <= 395
 
@@ -104,3 +107,17 @@ def test_intervals_over_seeds_hold_for_other_seeds_and_questions(seeds, share, p
         without += abs(mean - truth) <= narrow
     assert 0.93 * REPETITIONS <= held <= 0.97 * REPETITIONS
     assert without == held or without < 0.85 * REPETITIONS  # the mistake that was made
+
+
+def test_a_table_has_the_rows_of_all_its_columns_and_marks_what_is_more_than_noise():
+    before = {"legal": figure([0, 1, 0, 1]), "loss": figure([0, 1, 2, 3])}
+    after = {"legal": figure([1, 1, 1, 1]), "loss": figure([2, 3, 4, 5]), "rare": figure([1.0])}
+    rows = tables.skill_rows({"before": before, "after": after})
+    assert rows[1][3].startswith("+0.500 ± ") and rows[1][3].endswith("  ") and rows[2][3] == "+2.000 ± 0.000 *"
+    assert rows[3] == ["rare", "", "1.000", ""]  # of one value alone there is no interval
+    assert tables.skill_rows({"before": before})[1] == ["legal", rows[1][1]]
+    small = [["", "n"], ["left", "1"], ["l", "12345"]]
+    assert tables.table(small) == "          n\nleft      1\nl     12345"
+    assert tables.table(small, markdown=True).splitlines() == [
+        "|      |     n |", "| ---- | ----: |", "| left |     1 |", "| l    | 12345 |",
+    ]  # fmt: skip

@@ -76,10 +76,10 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
     assert {state["step"].item() for state in made[0].state.values()} == {3}
 
 
-def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_run, monkeypatch, tmp_path):
-    scores = {0: 0.0, 2: 0.9, 4: 0.5, 6: 0.1, 8: 0.1, 9: 0.2}
-    figures = lambda *args: {f"kind reward T={t}": [scores[args[-1]]] for t in (0, 1)}  # noqa: E731
-    monkeypatch.setattr(train, "evaluate", figures)
+def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_settings, toy_run, monkeypatch, tmp_path):
+    scores, answers = iter([0.0, 0.9, 0.5, 0.1, 0.1, 0.2]), train.answer(toy.model(), toy.questions(2), 1)
+    evaluate = lambda *_: ({"kind reward T=1": (next(scores), 0.0)}, answers)  # noqa: E731
+    monkeypatch.setattr(train, "evaluate", evaluate)
     toy_run(STEPS=9, EVAL_EVERY=2, SAVE_EVERY=3)
     assert sorted(folder.name for folder in (tmp_path / "out").glob(STEP)) == [f"step-{n:06d}" for n in (2, 8, 9)]
 
@@ -105,9 +105,9 @@ def test_a_batch_that_cannot_be_filled_or_divided_is_refused(toy_run, monkeypatc
         toy_run("two", BATCH_POSITIONS=3)
 
 
-def test_evaluation_is_the_mean_of_the_grades(toy_settings, tmp_path):
+def test_evaluation_is_the_mean_of_the_grades(toy_settings):
     model, questions = toy.model(), toy.questions(40)
-    figures = train.evaluate(model, questions, tmp_path / "samples.jsonl", 7)
+    figures, _ = train.evaluate(model, questions)
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     for t in (0, 1):
         answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]

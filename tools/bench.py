@@ -13,6 +13,7 @@ import json
 import os
 import random
 import resource
+import string
 import tempfile
 import time
 import warnings
@@ -22,16 +23,13 @@ from typing import NamedTuple
 
 import torch
 
-import rewards
 import train
 from model import GPT, GPTConfig
 from nanorook import hardware
 from nanorook.monitor import describe
-from nanorook.settings import number
+from nanorook.settings import number, output_file
 from nanorook.tokenizer import Tokenizer
 from rollout import detokenize, generate
-from rook import positions
-from rook.games import check_output
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 
@@ -81,14 +79,13 @@ def timed(who, seconds, device):
 # ---- nanorook ----------------------------------------------------------------------------------------------
 
 
-def questions(count):
-    """Policy questions whose prompts have 50 to 70 bytes, the same at every call."""
-    found = positions.split(positions.load("builtin"))[0]
-    asked = [rewards.policy_question(p, "rookworld") for p in random.Random(0).sample(found, len(found))]
-    return [question for question in asked if 50 <= len(question.prompt) <= 70][:count]
+def random_prompts(count):
+    """Texts of 50 to 70 bytes, a token each, the same at every call."""
+    rng = random.Random(0)
+    return ["".join(rng.choices(string.ascii_letters, k=rng.randint(50, 70))) for _ in range(count)]
 
 
-def prepare(w, asked, device, dtype):
+def prepare(w, prompts, device, dtype):
     """A model of random weights, and a function that makes a rollout with it, or a step as train.py does."""
     torch.manual_seed(0)
     model, rng = GPT(w.config).to(device).set_compute_dtype(dtype), torch.Generator().manual_seed(0)
@@ -98,13 +95,13 @@ def prepare(w, asked, device, dtype):
     optimizers = train.make_optimizers(model)
 
     def run():
-        prompts = [model.tokenizer.encode(question.prompt) for question in asked]
-        noise = torch.rand(len(prompts) * w.group, w.new, generator=rng)
-        batch = generate(model.inference_copy(dtype), prompts, w.group, [w.new] * len(prompts), noise=noise)
+        ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+        noise = torch.rand(len(ids) * w.group, w.new, generator=rng)
+        batch = generate(model.inference_copy(dtype), ids, w.group, [w.new] * len(ids), noise=noise)
         if w.kl is not None:
-            for row, ids in enumerate(batch.tokens.tolist()):
-                rewards.grade(asked[row // w.group], detokenize(model.tokenizer, ids)[0], True)
-            advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
+            for row in batch.tokens.tolist():
+                detokenize(model.tokenizer, row)  # for a verifier, whose own time is not that of the loop
+            advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
             train.update(model, reference, optimizers, [batch._replace(advantages=advantages)])
 
     return model, run
@@ -122,12 +119,12 @@ TRL = {  # what the model is made with, what GRPOConfig gets beside what the wor
 }
 
 
-def transformers_rounds(w, asked, folder, device, runs, turn):
+def transformers_rounds(w, prompts, folder, device, runs, turn):
     """Rounds with transformers' generate, by default and faster, with the weights in `folder`."""
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
-    inputs = tokenizer([question.prompt for question in asked], padding=True, return_tensors="pt").to(device)
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
     cache = "static" if hardware.compiles("auto", device) else "dynamic"  # generate() compiles with a static cache
     models = {}
     for who, options in (("default", {}), ("float32", FUSED), ("bfloat16", BF16)):
@@ -142,17 +139,17 @@ def transformers_rounds(w, asked, folder, device, runs, turn):
         for who, model in models.items():
             with timed(who, rounds[-1], device):
                 out = model.generate(**inputs)
-            assert out.shape == (len(asked) * w.group, inputs["input_ids"].shape[1] + w.new)
+            assert out.shape == (len(prompts) * w.group, inputs["input_ids"].shape[1] + w.new)
     return rounds
 
 
-def trl_rounds(w, asked, folder, device, runs, turn, who):
+def trl_rounds(w, prompts, folder, device, runs, turn, who):
     """Rounds with TRL's GRPOTrainer in one of its settings, which makes the steps in its own loop."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rounds, by_prompt, running = [], {question.prompt: question for question in asked}, contextlib.ExitStack()
+    rounds, running = [], contextlib.ExitStack()
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args, model, **kwargs):
@@ -167,8 +164,6 @@ def trl_rounds(w, asked, folder, device, runs, turn, who):
 
     def reward(prompts, completions, completion_ids, **kwargs):
         assert all(len(ids) == w.new for ids in completion_ids)
-        for prompt, text in zip(prompts, completions):
-            rewards.grade(by_prompt[prompt], text, True)
         return torch.rand(len(prompts)).tolist()  # as in prepare()
 
     init, options = TRL[who]
@@ -182,7 +177,7 @@ def trl_rounds(w, asked, folder, device, runs, turn, who):
         max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
         disable_tqdm=True, **options,
     )  # fmt: skip
-    dataset = Dataset.from_dict({"prompt": list(by_prompt)})
+    dataset = Dataset.from_dict({"prompt": prompts})
     trainer = GRPOTrainer(str(folder), reward, config, dataset, callbacks=[Clock()])
     trainer.remove_callback(PrinterCallback)
     trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
@@ -196,8 +191,8 @@ def trl_rounds(w, asked, folder, device, runs, turn, who):
 
 def measure(w, device, dtype, runs, only):
     """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
-    asked = questions(w.prompts)
-    model, run = prepare(w, asked, device, dtype)
+    prompts = random_prompts(w.prompts)
+    model, run = prepare(w, prompts, device, dtype)
     peer = "transformers" if w.kl is None else "trl"
 
     def turn():
@@ -215,9 +210,9 @@ def measure(w, device, dtype, runs, only):
             print("" if only else f"  {peer} is not installed, so nothing is compared")
             found = [[{}, *(turn() for _ in range(runs))]]
         elif w.kl is None:
-            found = [transformers_rounds(w, asked, folder, device, runs, turn)]
+            found = [transformers_rounds(w, prompts, folder, device, runs, turn)]
         else:
-            found = [trl_rounds(w, asked, folder, device, runs, turn, who) for who in TRL]
+            found = [trl_rounds(w, prompts, folder, device, runs, turn, who) for who in TRL]
     rounds = [seconds for some in found for seconds in some[1:]]  # the first of each does not count
     return {**w._asdict(), "peak_memory_gb": memory, **summary(rounds, w)}
 
@@ -245,9 +240,8 @@ def main():
     p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
     p.add_argument("--only", choices=["nanorook"], help="leave out the others")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
-    p.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
+    p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()
-    check_output(p, a.json)
     dtype = hardware.fastest_dtype(device) if a.dtype == "auto" else getattr(torch, a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}

@@ -2,6 +2,7 @@
 
 python -m tools.doctor                        with the default settings
 python -m tools.doctor MODEL=mine LR=3e-5     with others, as train.py takes them
+python -m tools.doctor MODEL=out/model        with those of the run that made the model
 
 A check is ok, or says what is wrong and what to do; the first one that is wrong is usually the cause of the others.
 Nothing is written. The learning rate's warm-up counts as over.
@@ -17,12 +18,12 @@ import torch
 from nanorook import settings
 
 if __name__ == "__main__":
-    settings.read_user()  # before train's first setting
+    settings.read_run()  # before train's first setting
 
 import grpo
 import train
 from model import GPT
-from nanorook import hardware, monitor, parallel
+from nanorook import hardware, monitor
 from nanorook.settings import fail
 from nanorook.task import check_grades, graded, make_questions
 from rollout import detokenize, microbatches, sample
@@ -51,9 +52,7 @@ def norm(tensors):
 
 def prepare(count):
     """A model and `count` questions, as the settings name them."""
-    hardware.flush_denormals()
-    device = parallel.start(hardware.choose_device(train.DEVICE), 1)
-    dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
+    device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     model = GPT.load(train.MODEL or train.task.start_model()).to(device).set_compute_dtype(dtype)
     items, _ = train.task.load(train.DATA, model.config)
     if len(items) < count:
@@ -174,14 +173,14 @@ def truths(questions, samples):
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
         (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
-        (unknown, f"{unknown} have no truth, so right answers go unpaid: install Stockfish, or use rook.label."),
+        (unknown, f"{unknown} have no truth, so right answers go unpaid: check what DATA={train.DATA} knows."),
     )  # fmt: skip
 
 
 def completions(model, batch, samples):
     """Whether the mask and the tokens of a batch are those of the answers that were graded."""
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
-    metrics = {name.split(" ", 1)[1]: value for name, (value, _) in monitor.intervals(samples).items()}
+    metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
     stop, expected = samples[0].question.stop.encode(), len(batch.prompts) * train.GROUP_SIZE
     ending = {model.tokenizer.eos, *(i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token)}
     marks = [[token in ending for token in row] for row in rows]

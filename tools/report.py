@@ -7,20 +7,17 @@ by side, in OUT_DIR/report-beside-OTHER.html. What a model wrote is escaped, and
 import argparse
 import json
 import math
-import re
 import statistics
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import chess.svg
-
+from nanorook import task as task_file
 from nanorook.settings import fail
-from nanorook.statistics import gain, interval, known, with_interval
-from nanorook.task import as_sum
-from rook.positions import contract_board
+from nanorook.tables import skill_rows
+from nanorook.task import Question, as_sum
 
 
 class Run(NamedTuple):
@@ -28,6 +25,7 @@ class Run(NamedTuple):
     name: str
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
+    show: Any  # the task's function
     settings: dict
     about: dict  # run.json
     skill: dict
@@ -52,7 +50,15 @@ def read_run(folder, label):
     for row in rows:
         row |= {f"{name} seconds": value for name, value in row.pop("seconds", {}).items()}
     files = [(read(folder / f"{name}.json") or [{}])[0] for name in ("settings", "run", "skill")]
-    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), *files)
+    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), load_show(files[0].get("TASK")), *files)
+
+
+def load_show(file):
+    """The task's `show`, or a function that shows nothing: the task has none, or is not on this machine."""
+    try:
+        return task_file.load(file).show
+    except (SystemExit, Exception):
+        return lambda question, text: ""
 
 
 def head(run):
@@ -78,20 +84,16 @@ def states(run):
     return f'{run.label}<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
 
 
-def skill_table(runs):
-    """A mean is marked where its difference from the first, question by question, is larger than its interval."""
-    columns, body = [(run, title) for run in runs for title in run.skill], ""
-    for name in dict.fromkeys(name for run, title in columns for name in run.skill[title]):
+def skill_table(run):
+    """Its columns and the gain, coloured where it is more than noise."""
+    heading, *rows = skill_rows(run.skill)
+    head, body = "".join(f"<th>{escape(cell)}</th>" for cell in [run.label + heading[0], *heading[1:]]), ""
+    for name, *cells in rows:
         body += f"<tr><th>{escape(name)}</th>"
-        for run, title in columns:
-            values = run.skill[title].get(name, [])
-            change, half = gain(next(iter(run.skill.values())).get(name, values), values) if values else (0, 0)
-            css, mark = ("", "") if abs(change) <= half else ("up", "▲ ") if change > 0 else ("down", "▼ ")
-            figure = mark + with_interval(*interval(known(values))) if values else "–"
-            body += f'<td class="{css}">{figure}</td>'
-        body += "</tr>"
-    head = "".join(f"<th>{escape(run.label + title)}</th>" for run, title in columns)
-    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
+        for cell in cells:
+            css = {"+": "up", "-": "down"}[cell[0]] if cell.endswith("*") else ""
+            body += f'<td class="{css}">{escape(cell.strip())}</td>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def settings(runs):
@@ -213,6 +215,7 @@ def cards(runs):
             if sample["step"] in (min(steps), max(steps)):
                 title = run.label + (f"step {sample['step']}" if sample["step"] else "before")
                 questions.setdefault((sample["kind"], sample["prompt"]), {})[title] = sample
+                sample["shown"] = shown(run, sample)
                 for pieces in judged(sample).values():
                     key = sample["kind"], next(iter(pieces))
                     most[key] = max(most.get(key, 0), sum(pieces.values()))
@@ -227,11 +230,19 @@ def cards(runs):
 def card(answers, most):
     sample, figures = next(iter(answers.values())), ""
     for title, one in answers.items():
-        figures += f"<figure><figcaption>{escape(title)}</figcaption>{board(one)}<pre>{marked(one, most)}</pre>"
+        figures += f"<figure><figcaption>{escape(title)}</figcaption>{one['shown']}<pre>{marked(one, most)}</pre>"
         figures += f'<p class="soft"><b>{one["reward"]:.4g}</b> = {escape(as_sum(one["pieces"]) or "0")}</p></figure>'
     truth = escape(f"truth: {json.dumps(sample['truth'], ensure_ascii=False)}")
     prompt = escape(sample["prompt"].strip())
     return f'<article class="card"><pre>{prompt}</pre><p class="soft">{truth}</p><div>{figures}</div></article>'
+
+
+def shown(run, sample):
+    """What the run's task shows with an answer, as HTML."""
+    question = Question(**{name: sample[name] for name in Question._fields if name in sample})
+    text = run.show(question, sample["completion"])
+    text = text if text.startswith("<") else f"<pre>{escape(text)}</pre>"
+    return f'<div class="shown">{text}</div>' if text != "<pre></pre>" else ""
 
 
 def judged(sample):
@@ -259,46 +270,13 @@ def marked(sample, most):
     return page
 
 
-BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # report.html explains them
-UCI = re.compile("[a-h][1-8][a-h][1-8][qrbn]?")
-
-
-def board(sample):
-    """A chess answer on a board: the moves after `P: FEN`, the next position after `A: FEN+move+...`; else nothing."""
-    try:
-        fen, *asked = sample["prompt"][3:].removesuffix("M: ").strip().split("+")
-        shown, wrong = chess.Board(contract_board(fen)), {}
-        colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn
-        if sample["prompt"].startswith("P: "):
-            truth = {"five": {}} | sample["truth"]
-            best = [move for move, value in truth["five"].items() if value == max(truth["five"].values())]
-            colours |= dict.fromkeys([*truth["five"], *truth.get("top5", ()), *truth.get("check", ())], FIVE)
-            colours |= dict.fromkeys([*best, *truth.get("best", ()), *truth.get("mate", ())], BEST)
-            listed, _, best = sample["completion"].partition("B:")
-            if sample["prompt"].endswith("M: "):  # which asks for one move
-                listed, best = "", listed
-            moves = dict.fromkeys(UCI.findall(listed), "59") | dict.fromkeys(UCI.findall(best)[:1], "")  # opacity
-        else:
-            moves = {asked[0]: ""}
-            shown = chess.BaseBoard(contract_board(sample["completion"].split("+")[0]).split(" ")[0])
-            true = chess.BaseBoard(sample["truth"][0].split(" ")[0])
-            wrong = {at: ILLEGAL + "99" for at in chess.SQUARES if shown.piece_at(at) != true.piece_at(at)}
-        ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}
-    except (ValueError, TypeError, LookupError, AttributeError):  # another task, or an answer that holds no board
-        return ""
-    arrows = [chess.svg.Arrow(*ends[move], color=colours.get(move, ILLEGAL) + moves[move]) for move in moves]
-    colors = {"square light": "#efe9dd", "square dark": "#bfb29c"}
-    svg = chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)
-    return f'<div class="board">{svg}</div>'
-
-
 def write(folder, other=None):
     """Writes the page of one run, or of two side by side, into `folder`; returns its path."""
     runs = [read_run(folder, "")] if not other else [read_run(folder, "A "), read_run(other, "B ")]
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs)), settings=settings(runs),
-        open="open" if other else "", states="".join(map(states, runs)), skill=skill_table(runs), plots=plots(runs),
-        samples=cards(runs),
+        open="open" if other else "", states="".join(map(states, runs)), skill="".join(map(skill_table, runs)),
+        plots=plots(runs), samples=cards(runs), legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
     )  # fmt: skip
     path = Path(folder, f"report-beside-{Path(other).resolve().name}.html" if other else "report.html")
     path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair

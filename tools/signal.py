@@ -2,6 +2,7 @@
 
 python -m tools.signal                                  the default step, before hours are spent on it
 python -m tools.signal TASK=mine.py QUESTIONS=128       settings as train.py takes them, and QUESTIONS
+python -m tools.signal MODEL=out/step-000040            with the settings of the run that made the model
 
 The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + noise / n on average. The gradients of
 different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
@@ -22,11 +23,12 @@ from nanorook import settings
 from nanorook.settings import heading, setting
 
 if __name__ == "__main__":
-    settings.read_user()  # before train's first setting
+    settings.read_run()  # before train's first setting
 
 import train
 from model import GPT
-from nanorook.monitor import interval
+from nanorook.statistics import interval
+from nanorook.tables import table
 from nanorook.task import check_grades, earned
 from rollout import Batch
 from tools.doctor import ask, prepare
@@ -127,24 +129,25 @@ def gradients(model, reference, rollouts, sizes, temperature, ways=ways):
 
 
 def report(found, kinds, seconds):
-    """Two tables in Markdown; `kinds`: the questions' kinds, `seconds`: {kind: of one question}."""
+    """Two tables; `kinds`: the questions' kinds, `seconds`: {kind: of one question}."""
     all_kinds, G = dict.fromkeys(kinds) if len({*kinds}) > 1 else {}, train.GROUP_SIZE
     places = {"all": slice(None)} | {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in all_kinds}
-    print("| questions | in a step | until half is signal | a step's signal | seconds until half |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    lines = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
     for kind, at in places.items():
         rows = found[SET][at]
         n, (share, half) = len(rows) / len(kinds) * train.BATCH_POSITIONS, signal(rows)
         value = noise_scale(share)
-        rest = f"{n / (n + value):.1%} | {number(value * seconds[kind])}" if share > half else "|"
-        print(f"| {kind} | {n:.3g} | {describe(rows)} | {rest} |")
-    print("\n| at equal answers | answers until half is signal | squared gradient |\n| --- | ---: | ---: |")
+        rest = [f"{n / (n + value):.1%}", number(value * seconds[kind])] if share > half else ["", ""]
+        lines.append([kind, f"{n:.3g}", describe(rows), *rest])
+    print(table(lines))
+    lines = [["at equal answers", "answers until half is signal", "squared gradient"]]
     for kind, at in places.items():
         for name, rows in ((name, rows[at]) for name, rows in found.items()):
             size = int(name.removeprefix("GROUP_SIZE=")) if name.startswith("GROUP_SIZE=") else G
             square, base = rows[:, -1].mean() * G / size, found[SET][at][:, -1].mean()
             if rows[:, -1].any() and (len(places) == 1 or kind != "all" or not name.endswith("alone")):
-                print(f"| {kind}, {name} | {describe(rows, size)} | {f'{square / base:.0%}' if base else ''} |")
+                lines.append([f"{kind}, {name}", describe(rows, size), f"{square / base:.0%}" if base else ""])
+    print(f"\n{table(lines)}")
 
 
 def main():

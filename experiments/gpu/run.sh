@@ -172,16 +172,16 @@ if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the la
 fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
-evaluate=("$PYTHON" -m rook.benchmark)
+evaluate=("$PYTHON" -m rook.benchmark --markdown)
 stage pretrain-tiny 13 "$PYTHON" -m rook.pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
 stage pretrain-gpt2 20 "$PYTHON" -m rook.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
-stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table --json "$OUT/before-tiny.json"
-stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table --json "$OUT/before-gpt2.json"
+stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table
+stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table
 stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
 stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
-stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table --json "$OUT/after-tiny.json"
-stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table --json "$OUT/after-gpt2.json"
+stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table
+stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table
 stage bench 12 "${bench[@]}" --json "$OUT/bench.json"
 cat "$OUT/summary.md"

@@ -10,16 +10,6 @@ import sys
 from pathlib import Path
 
 MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M"}
-SHOWN = {
-    "policy": ("structure", "legal move", "best move", "top-5 move", "candidates: legal", "mate in one"),
-    "environment": ("next state", "reward", "terminated", "truncated"),
-    "self-play": ("half-moves before an illegal one", "illegal moves"),
-}
-PLAIN = {"half-moves before an illegal one"}  # the others are shares
-
-
-def read(path):
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def rows(path):
@@ -28,31 +18,12 @@ def rows(path):
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def cell(name, value):
-    if value is None:
-        return ""
-    scale, unit = (1, "") if name in PLAIN else (100, " %")
-    return " ± ".join(f"{scale * v:.1f}" for v in value if v is not None) + unit
-
-
 def skill_table(out, name):
-    """Before and after GRPO; the paired comparison has both."""
-    measured = read(out / f"after-{name}.json") or read(out / f"before-{name}.json")
-    if not measured:
-        return []
-    models, change = list(measured["models"].values()), measured["difference"]
-    titles = [f"{when}, {t}" for t in models[0] for when in ("before", "after")[: len(models)]]
-    lines = [f"| held-out positions | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
-    for section, figure in ((section, figure) for section, figures in SHOWN.items() for figure in figures):
-        cells = []
-        for t in models[0]:
-            cells += [cell(figure, model[t].get(section, {}).get(figure)) for model in models]
-            mean, half = (change and change[t].get(section, {}).get(figure)) or (0, 0)
-            if half is not None and abs(mean) > half:  # one value has no interval
-                cells[-1] += " *"
-        if any(cells):
-            lines.append(f"| {section}: {figure} | {' | '.join(cells)} |")
-    return [*lines, "", "\\* the change is more than noise.", ""]
+    """What rook.benchmark has printed last, after GRPO or before it. A stage that was stopped began its log again."""
+    logs = [out / f"{when}-{name}.log" for when in ("after", "before")]
+    text = next((log.read_text() for log in logs if log.exists() and "\n| held-out" in log.read_text()), "")
+    heading, _, lines = text.rpartition("\n| held-out")
+    return [heading.strip().splitlines()[-1], "", f"| held-out{lines}"] if lines else []
 
 
 def training(out, name):
@@ -74,18 +45,13 @@ def training(out, name):
 
 def main(out):
     lines = ["# Half an hour of one GPU", ""]
-    made = [read(out / f"grpo-{name}" / "run.json") for name in MODELS]
-    if any(made):
-        run = made[-1] or made[0]
+    for run in [json.loads(path.read_text()) for path in sorted(out.glob("grpo-*/run.json"))][:1]:
         lines += [f"{run['machine']}, {run['dtype']}, torch {run['versions']['torch']}, {run['started']}.", ""]
     for name, title in MODELS.items():
         found = training(out, name) + skill_table(out, name)
         lines += [f"## {title}", "", *found] if found else []
-    for title, w in ((read(out / "bench.json") or {}).get("workloads") or {}).items():
-        lines += [f"## {title} {w['what']}", ""]
-        said = "- {seconds:.3f} s, {tokens_per_second:,.0f} tokens a second, {peak_memory_gb:.1f} GB"
-        lines += [said.format(**w), *(f"- {who} takes {ratio:.2f} times as long" for who, ratio in w["ratios"].items())]
-        lines.append("")
+    if (out / "bench.log").exists():
+        lines += ["## Speed", "", "```", (out / "bench.log").read_text().strip(), "```", ""]
     lines += ["## Stages", ""]
     for done in sorted(out.glob("*.done"), key=os.path.getmtime):
         used = out / f"{done.stem}.used"

@@ -1,0 +1,27 @@
+"""Tables for a terminal and for Markdown, and the one that evaluations of the same questions make."""
+
+from nanorook.statistics import gain, with_interval
+
+
+def table(rows, markdown=False):
+    """Rows of texts, the heading first, as columns of equal width; all but the first column stand to the right."""
+    widths = [max(3, *map(len, column)) for column in zip(*rows)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    if not markdown:
+        return "\n".join("  ".join(line).rstrip() for line in lines)
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def skill_rows(columns):
+    """The rows of {title: {figure: (mean, half-width, values of the questions)}}, and of several columns the gain from
+    the first to the last, with a star where it is more than noise: its interval leaves out zero."""
+    skills, several = [*columns.values()], len(columns) > 1
+    rows = [["held-out", *columns, *["gain  "] * several]]
+    for name in dict.fromkeys(name for skill in skills for name in skill):
+        rows.append([name, *(with_interval(*skill[name][:2]) if name in skill else "" for skill in skills)])
+        if several and name in skills[0] and name in skills[-1]:
+            mean, half = gain(skills[0][name][2], skills[-1][name][2])
+            rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  "))
+        rows[-1] += [""] * (len(rows[0]) - len(rows[-1]))
+    return rows

@@ -1,0 +1,39 @@
+"""An answer about a position as SVG: the moves after `P: FEN`, or the next position after `A: FEN+move+...`."""
+
+import re
+
+import chess
+import chess.svg
+
+from rook.positions import UCI, contract_board
+
+BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # green, blue, amber, red
+
+
+def draw(question, text):
+    """Arrows are the moves of an answer: green the engine's best or a mate, blue another of its five or a check, amber
+    legal, red illegal; the faint ones are candidates. Red squares differ from the true next position."""
+    fen, *asked = question.prompt[3:].removesuffix("M: ").strip().split("+")
+    shown, truth, wrong = chess.Board(contract_board(fen)), question.truth, {}
+    colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn
+    if asked:
+        moves = {asked[0]: ""}
+        try:
+            shown = chess.BaseBoard(contract_board(text.split("+")[0]).split(" ")[0])
+        except ValueError:
+            return ""
+        true = chess.BaseBoard(truth[0].split(" ")[0])
+        wrong = {at: ILLEGAL + "99" for at in chess.SQUARES if shown.piece_at(at) != true.piece_at(at)}
+    else:
+        five = truth.get("five", {})
+        best = [move for move, value in five.items() if value == max(five.values())]
+        colours |= dict.fromkeys([*five, *truth.get("top5", ()), *truth.get("check", ())], FIVE)
+        colours |= dict.fromkeys([*best, *truth.get("best", ()), *truth.get("mate", ())], BEST)
+        listed, _, best = text.partition("B:")
+        if question.prompt.endswith("M: "):  # which asks for one move
+            listed, best = "", listed
+        moves = dict.fromkeys(re.findall(UCI, listed), "59") | dict.fromkeys(re.findall(UCI, best)[:1], "")  # opacity
+    ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}
+    arrows = [chess.svg.Arrow(*ends[move], color=colours.get(move, ILLEGAL) + moves[move]) for move in moves]
+    colors = {"square light": "#efe9dd", "square dark": "#bfb29c"}
+    return chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)

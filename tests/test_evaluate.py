@@ -1,0 +1,91 @@
+import json
+import re
+import sys
+
+import pytest
+
+import toy
+import train
+from nanorook import settings, tables
+from tools import evaluate
+
+
+@pytest.fixture
+def shown(toy_settings, monkeypatch, capsys):
+    """What the command prints, with the task and the settings of toy.py: (its first line, {row: cells})."""
+
+    def run(*arguments, **given):
+        monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, arguments)])
+        monkeypatch.setattr(settings, "GIVEN", settings.GIVEN | given)
+        evaluate.main()
+        first, _, *lines = capsys.readouterr().out.splitlines()
+        return first, {line[0]: line[1:] for line in (re.split("  +", line) for line in lines)}
+
+    return run
+
+
+def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_model, monkeypatch, tmp_path, capsys):
+    toy_run(EVAL_POSITIONS=20)
+    printed = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(train, "EVAL_POSITIONS", 20)
+    monkeypatch.setattr(train, "MODEL", toy_model)
+    first, rows = shown(tmp_path / "out" / "model", run={"MODEL": toy_model})
+    assert first.endswith(f"A is {toy_model}, B is {tmp_path}/out/model") and len(rows) == 9
+    names = {"A": "before", "B": "after"}
+    for name, cells in rows.items():
+        assert [name, *(names.get(cell, cell) for cell in cells)] in [re.split("  +", line) for line in printed]
+    skill = json.loads((tmp_path / "out" / "skill.json").read_text())
+    values = [skill[title]["short reward T=1"][2] for title in ("before", "after")]
+    gain = tables.with_interval(*tables.gain(*values), "+.3f")
+    assert rows["short reward T=1"][2].removesuffix(" *") == gain and values[0] != values[1]
+
+
+def test_one_model_two_models_and_several_tries(shown, toy_model):
+    first, rows = shown(toy_model, "--samples", 4)
+    assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]
+    assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
+    _, rows = shown(toy_model, toy_model, "--samples", 1, "SEED=0")
+    assert rows["long reward T=1"][-1].startswith("+0.000 ± 0.0")
+    with pytest.raises(SystemExit, match="EVAL_POSITION=3 is not a setting .*did you mean EVAL_POSITIONS=3"):
+        shown(toy_model, "EVAL_POSITION=3")
+
+
+def test_pass_at_k_is_asked_of_the_same_model_and_questions(toy_settings, monkeypatch):
+    honest = toy.grade
+    grade = lambda *a: toy.Grade((), {"even": float(honest(*a).reward > 0.3)})  # noqa: E731
+    monkeypatch.setattr(toy, "grade", grade)
+    skill, _ = train.evaluate(toy.model(), toy.questions(12), samples=16)
+    shares = [skill[f"short even pass@{k}"][0] for k in (1, 4, 16)]
+    assert 0 < shares[0] < shares[1] < shares[2] <= 1 and "short even pass@64" not in skill
+    assert abs(shares[0] - skill["short even T=1"][0]) < 0.5
+    assert len(skill["short even T=1"][2]) == len(skill["short even pass@4"][2])
+
+
+def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    run = {"TASK": "mine.py", "MODEL": "start", "TEMPERATURE": 0.7, "OVERFIT": True, "LR": 1e-05, "DEVICE": "cuda:7"}
+    (tmp_path / "settings.json").write_text(json.dumps(run))
+    names = {"TASK": "rewards.py", "MODEL": "", "TEMPERATURE": 1.0, "OVERFIT": False, "LR": 1.0, "DEVICE": "auto"}
+    for arguments in ([str(tmp_path / "model"), "LR=3"], [f"MODEL={tmp_path}/model", "LR=3"]):
+        monkeypatch.setattr(sys, "argv", ["tool", *arguments])
+        monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
+        monkeypatch.setattr(settings, "SETTINGS", {})
+        settings.read_run()
+        found = {name: settings.setting(name, default, "") for name, default in names.items()}
+        model = run["MODEL"] if arguments[0] == str(tmp_path / "model") else f"{tmp_path}/model"
+        assert found == run | {"LR": 3.0, "DEVICE": "auto", "MODEL": model}
+        settings.read_user()  # as train.py does
+    monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
+    settings.read_user()
+    assert settings.setting("TEMPERATURE", 1.0, "") == 1.0
+
+
+@pytest.mark.slow
+def test_as_a_user_starts_it(toy_run, tmp_path, toy_model):
+    toy_run(EVAL_POSITIONS=6, TEMPERATURE=0.5)
+    model = tmp_path / "out" / "step-000002"
+    told = toy.user_runs("-m", "tools.evaluate", model)
+    assert f"6 held-out questions of {toy.__file__}: A is {toy_model}, B is {model}\n" in told.stdout, told.stderr
+    assert "short reward T=0.5" in told.stdout
+    told = toy.user_runs("-m", "tools.ask", model, "--answers", "1")
+    assert told.stdout.count("T=0.5  ->") == 3, told.stderr

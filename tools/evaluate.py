@@ -1,0 +1,54 @@
+"""The held-out questions of a task, answered by any model, or by two with their difference, question by question.
+
+python -m tools.evaluate out/model                        a run's model beside its start model, as the run set it up
+python -m tools.evaluate out/model other --samples 64     two models; also pass@1, 4, 16, 64
+python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
+
+Greedy and at TEMPERATURE, EVAL_POSITIONS questions, with 95 % intervals. The task, its data and settings are those of
+the run in whose folder (OUT_DIR/model, OUT_DIR/step-N) the first model lies; what is given as NAME=value comes first.
+
+pass@k is the share of questions that one of k answers gets right (a metric that is a share is 1). A run that raises
+pass@1 and lowers pass@64 has made sharper what the model did sometimes (Yue et al., 2025).
+"""
+
+import argparse
+import random
+
+from nanorook import settings
+
+if __name__ == "__main__":
+    settings.read_run()  # before train's first setting
+
+import train
+from model import GPT
+from nanorook import hardware
+from nanorook.settings import fail, number
+from nanorook.tables import skill_rows, table
+from nanorook.task import make_questions
+
+
+def main():
+    p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
+    p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
+    p.add_argument("--samples", type=number(int, 0), default=0, help="answers to each question for pass@k")
+    p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    a = p.parse_intermixed_args()
+    settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
+    models = [word for word in a.model if "=" not in word]
+    if len(models) == 1 and settings.GIVEN["run"]:
+        models.insert(0, train.MODEL or train.task.start_model())
+    if len(models) not in (1, 2):
+        p.error("give one model, or two to compare.")
+    (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
+    for title, name in zip("AB", models):
+        model = GPT.load(name).to(device).set_compute_dtype(dtype)
+        _, held_out = train.task.load(train.DATA, model.config)
+        count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
+        questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
+        columns[title], _ = train.evaluate(model, questions, a.samples)
+    print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
+    print(table(skill_rows(columns), a.markdown))
+
+
+if __name__ == "__main__":
+    main()
