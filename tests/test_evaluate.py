@@ -45,7 +45,7 @@ def test_one_model_two_models_and_several_tries(shown, toy_model):
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]
     assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
     _, rows = shown(toy_model, toy_model, "--samples", 1, "SEED=0")
-    assert rows["long reward T=1"][-1].startswith("+0.000 ± 0.0")
+    assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
     with pytest.raises(SystemExit, match="EVAL_POSITION=3 is not a setting .*did you mean EVAL_POSITIONS=3"):
         shown(toy_model, "EVAL_POSITION=3")
 

@@ -10,6 +10,7 @@ import train
 from model import GPT
 from nanorook import hardware, monitor, parallel
 from nanorook.run import STEP
+from nanorook.statistics import figure
 from toy import ROOT, user_runs
 
 
@@ -78,7 +79,7 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
 
 def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_settings, toy_run, monkeypatch, tmp_path):
     scores, answers = iter([0.0, 0.9, 0.5, 0.1, 0.1, 0.2]), train.answer(toy.model(), toy.questions(2), 1)
-    evaluate = lambda *_: ({"kind reward T=1": (next(scores), 0.0)}, answers)  # noqa: E731
+    evaluate = lambda *_: ({"kind reward T=1": figure([next(scores)])}, answers)  # noqa: E731
     monkeypatch.setattr(train, "evaluate", evaluate)
     toy_run(STEPS=9, EVAL_EVERY=2, SAVE_EVERY=3)
     assert sorted(folder.name for folder in (tmp_path / "out").glob(STEP)) == [f"step-{n:06d}" for n in (2, 8, 9)]
@@ -111,7 +112,7 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings):
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     for t in (0, 1):
         answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]
-        expected = monitor.figures(train.graded(toy, answers))
+        expected = monitor.intervals(train.graded(toy, answers))
         assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
 
 
@@ -129,7 +130,7 @@ def test_each_seed_draws_its_own_held_out_questions_and_names_them(toy_run, tmp_
         toy_run(out, EVAL_POSITIONS=9, **changes)
         asked[out] = json.loads((tmp_path / out / "run.json").read_text())["questions"]
         skill = json.loads((tmp_path / out / "skill.json").read_text())
-        assert all(len(skill[title][f"{k} reward T=1"]) == len(asked[out][k]) for k in asked[out] for title in skill)
+        assert all(len(skill[title][f"{k} reward T=1"][2]) == len(asked[out][k]) for k in asked[out] for title in skill)
     assert asked["a"] == asked["c"] != asked["b"]
     toy_run("c", EVAL_POSITIONS=9, SEED=0, STEPS=2)  # resumed
     assert json.loads((tmp_path / "c" / "run.json").read_text())["questions"] == asked["a"]
