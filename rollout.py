@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nanorook.settings import fail
+from nanorook.task import prompt_ids
 
 CHECK_EVERY = 8  # tokens between two checks of which rows have ended; on CUDA each makes the host wait
 GROW_BY = 16  # tokens by which a CPU's cache grows
@@ -63,7 +64,7 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
         at_once = max(1, rows // group_size) if rows else len(places)
         for part in (places[i : i + at_once] for i in range(0, len(places), at_once)):
             asked = [questions[i] for i in part]
-            prompts = [model.tokenizer.encode(question.prompt) for question in asked]
+            prompts = [prompt_ids(question.prompt, model.tokenizer) for question in asked]
             room = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
             if min(room) < 1:
                 fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
@@ -71,6 +72,7 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
             uniform = None if noise is None else noise[part, :, : max(room)].flatten(0, 1)  # (N, T)
             stop = asked[0].stop.encode()
             stops = [i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token]
+            stops += model.tokenizer.ends[1:]  # generate() knows the first
             batch = generate(model, prompts, group_size, room, temperature, uniform, stops)
             lengths = batch.completion_mask.sum(1).tolist()
             pairs = [detokenize(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
@@ -79,10 +81,10 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
 
 
 def detokenize(tokenizer, tokens):
-    """(text, ends) up to the end token: `ends` has for each token the number of characters up to its end. Ids without
+    """(text, ends) up to an end token: `ends` has for each token the number of characters up to its end. Ids without
     a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
-    tokens = tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens
-    parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens]
+    end = next((i for i, token in enumerate(tokens) if token in tokenizer.ends), len(tokens))
+    parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens[:end]]
     ends = [len(prefix.decode("utf-8", "replace")) for prefix in accumulate(parts)]
     return b"".join(parts).decode("utf-8", "replace"), ends
 

@@ -1,8 +1,9 @@
-"""A chat as an instruction-tuned model was taught it: the template of its folder, which no message can break out of."""
+"""A chat as an instruction-tuned model was taught it: its folder's template, out of which no message can break."""
 
-import datetime
+import functools
 import json
 import re
+from datetime import datetime
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -11,42 +12,48 @@ from nanorook.tokenizer import Special
 
 
 def chat(config, messages, **options):
-    """A prompt of `messages`, [{"role": "user", "content": ...}, ...], up to where the answer begins. It is in pieces:
-    special tokens of the template are Special, and what a message holds is text. `options` are the template's own, as
-    enable_thinking=False of Qwen3."""
+    """The prompt for [{"role": "user", "content": text}, ...], up to where the answer begins, in pieces: the template's
+    special tokens are Special, and all that a message holds is text. `options` are the template's own (for Qwen3
+    enable_thinking=False)."""
     tokenizer = config.tokenizer
     settings = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
     template = tokenizer.files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
     if not template:
-        fail("the model's folder has no chat template, which a chat needs; take an instruction-tuned model.")
+        fail("the model's folder has no chat template; choose an instruction-tuned model, or write the prompt as text.")
+    names = {name: value for name, value in settings.items() if name.endswith("_token") and value}
+    names = {name: value["content"] if isinstance(value, dict) else value for name, value in names.items()}
+    options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
     special = sorted(tokenizer.special, key=len, reverse=True)
-    pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
-    # A special token in a message is replaced by its number between two marks until those of the template are found.
-    mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in str([*map(dict.values, messages)]))
+    pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
+    # A special token's name in a message is rendered as its number between two marks. Unicode keeps these characters
+    # for internal use; of them the mark is one that no message holds.
+    texts = "".join(str(text) for message in messages for text in message.values())
+    mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in texts)
 
     def hide(text):
         return pattern.sub(lambda found: f"{mark}{special.index(found[0])}{mark}", text)
 
     def restore(text):
-        return re.sub(f"{mark}(\\d+){mark}", lambda found: special[int(found[1])], text)
+        return re.sub(f"{mark}([0-9]+){mark}", lambda found: special[int(found[1])], text)
+
+    try:
+        hidden = [{name: hide(text) for name, text in message.items()} for message in messages]
+        pieces = pattern.split(compiled(template).render(messages=hidden, **options))
+    except Exception as error:  # whatever a template raises
+        fail(f"the model's chat template does not take these messages: {type(error).__name__}: {error}")
+    return tuple(Special(piece) if piece in tokenizer.special else restore(piece) for piece in pieces if piece)
+
+
+@functools.cache
+def compiled(template):
+    """The template in the environment that transformers gives it."""
 
     def raise_exception(message):
         raise ValueError(message)
 
-    # The same environment as in transformers, for whose apply_chat_template templates are written.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    names = {name: value for name, value in settings.items() if name.endswith("_token")}
-    names = {name: value["content"] if isinstance(value, dict) else value for name, value in names.items() if value}
-    try:
-        hidden = [{name: hide(text) for name, text in message.items()} for message in messages]
-        options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
-        rendered = environment.from_string(template).render(messages=hidden, **options)
-    except Exception as error:  # whatever a template raises
-        fail(f"the model's chat template refuses these messages: {type(error).__name__}: {error}")
-    pieces = [piece for piece in pattern.split(rendered) if piece]
-    return tuple(Special(piece) if piece in tokenizer.special else restore(piece) for piece in pieces)
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)

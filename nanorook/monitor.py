@@ -17,7 +17,7 @@ import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
-from nanorook.task import as_sum, earned
+from nanorook.task import as_sum, earned, prompt_text
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -119,7 +119,7 @@ def show(answers):
     """The worst and the best of some answers, each with what its reward is made of."""
     ordered = sorted(answers, key=lambda answer: answer.grade.reward)
     for which, answer in (("worst", ordered[0]), ("best", ordered[-1])):
-        prompt, text = printable(answer.question.prompt.strip()), printable(answer.text.strip())
+        prompt, text = printable(prompt_text(answer.question.prompt).strip()), printable(answer.text.strip())
         print(f"  {which} of {len(ordered)}: {prompt}\n  -> {text}")
         print(f"     {answer.grade.reward:.4g} = {as_sum(answer.grade.pieces) or 0}")
 

@@ -14,7 +14,6 @@ TOKENIZER_FILES += "added_tokens.json chat_template.jinja generation_config.json
 END = "<|endoftext|>"
 # GPT-2 splits a text into words before it merges, so that no token spans two of them (Radford et al., 2019).
 GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-JOINED = regex.compile(rb".[0-9]|[0-9].", regex.DOTALL).search
 
 
 class Special(str):
@@ -43,6 +42,8 @@ class Tokenizer:
         # A vocabulary may lack bytes, as SmolLM2's does. These get ids above all others, which encode() drops.
         lacking = {bytes([b]): self.vocab_size + b for b in range(256) if bytes([b]) not in ranks}
         self.bpe = tiktoken.Encoding("nanorook", pat_str=last, mergeable_ranks=ranks | lacking, special_tokens={})
+        plain = not (normal_form or first or lacking)
+        self.encode = self.bpe.encode_ordinary if plain else self.encode_parts  # text -> token ids
         self.files = files or tokenizer_files(ranks, self.eos, words=bool(splits))
 
     @property
@@ -50,20 +51,14 @@ class Tokenizer:
         """The id that ends a training text and pads."""
         return self.ends[0]
 
-    def encode(self, prompt):
-        """The token ids of a text, or of a prompt in pieces, each a text or Special."""
-        ids = []
-        for piece in [prompt] if isinstance(prompt, str) else prompt:
-            if isinstance(piece, Special):
-                if piece not in self.special:
-                    fail(f"a prompt has the special token {piece}, which the model's tokenizer lacks.")
-                ids.append(self.special[piece])
-                continue
-            parts = [unicodedata.normalize(self.normal_form, piece) if self.normal_form else piece]
-            for pattern in self.first_splits:
-                parts = [match for part in parts for match in pattern.findall(part)]
-            ids += [i for part in parts for i in self.bpe.encode_ordinary(part) if i < self.vocab_size]
-        return ids
+    def encode_parts(self, text):
+        parts = [unicodedata.normalize(self.normal_form, text) if self.normal_form else text]
+        for pattern in self.first_splits:
+            parts = [match for part in parts for match in pattern.findall(part)]
+        return [i for part in parts for i in self.bpe.encode_ordinary(part) if i < self.vocab_size]
+
+    def special_id(self, name):
+        return self.special[name] if name in self.special else fail(f"the model's tokenizer has no token {name}.")
 
     @classmethod
     def load(cls, folder):
@@ -75,44 +70,48 @@ class Tokenizer:
             files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
             if not {"tokenizer.json", "vocab.json"} & files.keys():
                 return cls.gpt2()
+            config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"{}"
             if "tokenizer.json" in files:
                 content = json.loads(files["tokenizer.json"])
             else:
-                lines = files["merges.txt"].decode().splitlines()
-                merges = [line for line in lines if line and not line.startswith("#version")]
+                merges = [m for m in files["merges.txt"].decode().splitlines() if m and not m.startswith("#version")]
                 content = {"model": {"type": "BPE", "vocab": json.loads(files["vocab.json"]), "merges": merges}}
                 content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
             model, normal_form = content["model"], (content.get("normalizer") or {}).get("type")
-            odd = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
-            if model["type"] != "BPE" or odd or normal_form not in (None, "NFC", "NFD", "NFKC", "NFKD"):
-                raise ValueError(f"its type {model['type']}, normalizer {normal_form} or {odd} is not supported")
+            if model["type"] != "BPE" or normal_form not in (None, "NFC", "NFD", "NFKC", "NFKD"):
+                raise ValueError(f"{model['type']} with the normalizer {normal_form} is not supported")
             splits, vocab = read_splits(content["pre_tokenizer"]), model["vocab"]
             merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
-            byte = {name: b for b, name in byte_names().items()}
-            ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*(byte.keys() & vocab.keys()), *merged}}
+            byte = {name: b for b, name in byte_names().items() if name in vocab}
+            ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *merged}}
             special = {END: vocab[END]} if END in vocab else {}
             special |= {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-            known, ids = {*special.values(), *ranks.values()}, [vocab[token] for token in merged]
+            known, ids, ends = (
+                {*special.values(), *ranks.values()},
+                [vocab[t] for t in merged],
+                find_ends(files, config),
+            )
             if len(known) < len(special) + len(ranks):
                 raise ValueError("each token needs an id of its own")
             if ids != sorted(ids):
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
-            config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"{}"
-            ends = end_ids(files, config, special)
+            ends = tuple(special[end] if isinstance(end, str) else end for end in ends)
             if not ends or not known.issuperset(ends):
-                raise ValueError(f"eos_token_id is {ends}, which are not its tokens")
-            # Of so many tokens some would join digits, had the texts that they were learnt from not been split there.
-            if all(regex.fullmatch(p, "11") for p in splits) and len(ranks) > 5000 and not any(map(JOINED, ranks)):
+                raise ValueError(f"an answer ends with {ends}, which are no ids of its tokens")
+            joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
+            if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
+                # It was trained with digits split from all else, which a conversion (of a GGUF, for one) has lost.
                 if b"smollm" not in config.lower():
-                    raise ValueError("no token joins digits, but nothing splits them: a conversion has lost that, so "
-                                     "take tokenizer.json from the original model")  # fmt: skip
-                digits = {"type": "Digits", "individual_digits": True}
-                content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
-                files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
+                    raise ValueError("nothing splits digits, but no token joins them; take the original tokenizer.json")
+                parts = [{"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]
+                content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
                 splits = read_splits(content["pre_tokenizer"])
+                files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
             return cls(ranks, special, ends, splits, normal_form, files)
         except Exception as error:  # what is wrong with a file may show anywhere
-            fail(f"{folder}: expected a byte-level BPE, as GPT-2, Llama 3 and Qwen have; {type(error).__name__}: {error}")
+            fail(
+                f"{folder}: expected a byte-level BPE, as GPT-2, Llama 3 and Qwen have; {type(error).__name__}: {error}"
+            )
 
     @classmethod
     def of_bytes(cls, pairs=()):
@@ -149,13 +148,13 @@ def read_splits(pre_tokenizer):
     raise ValueError(f"its pre_tokenizer ends with {json.dumps(level):.60}, not with a ByteLevel without prefix")
 
 
-def end_ids(files, config, special):
-    """The ids that end an answer, by the first file that says so: generation_config.json, config.json, the tokenizer's."""
+def find_ends(files, config):
+    """What ends an answer, ids or a name, from the first of the folder's files that says so."""
     for content in (files.get("generation_config.json", b"{}"), config):
         if (ids := json.loads(content).get("eos_token_id")) is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+            return ids if isinstance(ids, list) else [ids]
     name = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token") or END
-    return (special[name["content"] if isinstance(name, dict) else name],)
+    return [name["content"] if isinstance(name, dict) else name]
 
 
 def tokenizer_files(ranks, eos, words):

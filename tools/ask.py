@@ -41,7 +41,7 @@ def questions_about(task, text, data, seed, config):
 
 def ask(model, task, question, known, temperature, count):
     """Prints the question with its answers: one greedy, `count` sampled."""
-    print(f"{question.kind}: {printable(question.prompt.strip())}")
+    print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
     if known:
         print(f"truth: {json.dumps(question.truth)}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):

@@ -24,7 +24,7 @@ import train
 from model import GPT
 from nanorook import hardware, monitor, parallel
 from nanorook.settings import fail
-from nanorook.task import check_grades, graded, make_questions
+from nanorook.task import check_grades, graded, make_questions, prompt_ids
 from rollout import detokenize, microbatches, sample
 
 UPDATES = 5  # on the same batch
@@ -154,7 +154,7 @@ def weights(model):
 @torch.no_grad()
 def computing(model, question):
     """This machine's forward against the same in float64, and against itself."""
-    ids = torch.tensor([model.tokenizer.encode(question.prompt)])
+    ids = torch.tensor([prompt_ids(question.prompt, model.tokenizer)])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
     error, change = mean((first - double).abs()), (again - first).abs().max().item()
@@ -184,7 +184,7 @@ def completions(model, batch, samples):
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = {name.split(" ", 1)[1]: value for name, (value, _) in monitor.intervals(samples).items()}
     stop, expected = samples[0].question.stop.encode(), len(batch.prompts) * train.GROUP_SIZE
-    ending = {model.tokenizer.eos, *(i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token)}
+    ending = {*model.tokenizer.ends, *(i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token)}
     marks = [[token in ending for token in row] for row in rows]
     ends = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
