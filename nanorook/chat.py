@@ -20,8 +20,7 @@ def chat(config, messages, **options):
     template = tokenizer.files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
     if not template:
         fail("the model's folder has no chat template; choose an instruction-tuned model, or write the prompt as text.")
-    names = {name: value for name, value in settings.items() if name.endswith("_token") and value}
-    names = {name: value["content"] if isinstance(value, dict) else value for name, value in names.items()}
+    names = {n: v["content"] if isinstance(v, dict) else v for n, v in settings.items() if v and n.endswith("_token")}
     options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
     special = sorted(tokenizer.special, key=len, reverse=True)
     pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
@@ -40,20 +39,15 @@ def chat(config, messages, **options):
         hidden = [{name: hide(text) for name, text in message.items()} for message in messages]
         pieces = pattern.split(compiled(template).render(messages=hidden, **options))
     except Exception as error:  # whatever a template raises
-        fail(f"the model's chat template does not take these messages: {type(error).__name__}: {error}")
+        fail(f"the model's chat template fails: {type(error).__name__}: {error}")
     return tuple(Special(piece) if piece in tokenizer.special else restore(piece) for piece in pieces if piece)
 
 
 @functools.cache
 def compiled(template):
     """The template in the environment that transformers gives it."""
-
-    def raise_exception(message):
-        raise ValueError(message)
-
-    extensions = ["jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    env.globals["raise_exception"] = lambda message: fail(f"the model's chat template refuses a message: {message}")
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env.from_string(template)

@@ -75,32 +75,28 @@ class Tokenizer:
                 content = json.loads(files["tokenizer.json"])
             else:
                 merges = [m for m in files["merges.txt"].decode().splitlines() if m and not m.startswith("#version")]
-                content = {"model": {"type": "BPE", "vocab": json.loads(files["vocab.json"]), "merges": merges}}
+                content = {"model": {"vocab": json.loads(files["vocab.json"]), "merges": merges}}
                 content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
             model, normal_form = content["model"], (content.get("normalizer") or {}).get("type")
-            if model["type"] != "BPE" or normal_form not in (None, "NFC", "NFD", "NFKC", "NFKD"):
-                raise ValueError(f"{model['type']} with the normalizer {normal_form} is not supported")
+            if model.get("type", "BPE") != "BPE" or normal_form not in (None, "NFC", "NFD", "NFKC", "NFKD"):
+                raise ValueError(f"{model.get('type')} with the normalizer {normal_form} is not supported")
             splits, vocab = read_splits(content["pre_tokenizer"]), model["vocab"]
             merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
             byte = {name: b for b, name in byte_names().items() if name in vocab}
             ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *merged}}
             special = {END: vocab[END]} if END in vocab else {}
             special |= {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-            known, ids, ends = (
-                {*special.values(), *ranks.values()},
-                [vocab[t] for t in merged],
-                find_ends(files, config),
-            )
+            known, ids = {*special.values(), *ranks.values()}, [vocab[token] for token in merged]
             if len(known) < len(special) + len(ranks):
                 raise ValueError("each token needs an id of its own")
             if ids != sorted(ids):
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
-            ends = tuple(special[end] if isinstance(end, str) else end for end in ends)
+            ends = find_ends(files, config, special)
             if not ends or not known.issuperset(ends):
                 raise ValueError(f"an answer ends with {ends}, which are no ids of its tokens")
             joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
             if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
-                # It was trained with digits split from all else, which a conversion (of a GGUF, for one) has lost.
+                # The texts that it was trained on had digits split off, which a conversion, as from GGUF, has lost.
                 if b"smollm" not in config.lower():
                     raise ValueError("nothing splits digits, but no token joins them; take the original tokenizer.json")
                 parts = [{"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]
@@ -109,9 +105,7 @@ class Tokenizer:
                 files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
             return cls(ranks, special, ends, splits, normal_form, files)
         except Exception as error:  # what is wrong with a file may show anywhere
-            fail(
-                f"{folder}: expected a byte-level BPE, as GPT-2, Llama 3 and Qwen have; {type(error).__name__}: {error}"
-            )
+            fail(f"{folder}: expected a byte-level BPE as GPT-2's or Qwen's; {type(error).__name__}: {error}")
 
     @classmethod
     def of_bytes(cls, pairs=()):
@@ -131,30 +125,29 @@ class Tokenizer:
 
 def read_splits(pre_tokenizer):
     """The patterns by which a pre_tokenizer splits a text, one after another."""
-    *parts, level = pre_tokenizer["pretokenizers"] if "pretokenizers" in (pre_tokenizer or ()) else [pre_tokenizer]
     splits = []
+    *parts, level = pre_tokenizer["pretokenizers"] if "pretokenizers" in (pre_tokenizer or ()) else [pre_tokenizer]
     for part in parts:
         match part:
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
                 pass
-            case {"type": "Digits", "individual_digits": each}:
-                pattern = r"\p{N}" if each else r"\p{N}+"
+            case {"type": "Digits", "individual_digits": individual}:
+                pattern = r"\p{N}" if individual else r"\p{N}+"
             case _:
                 raise ValueError(f"its pre_tokenizer {json.dumps(part):.60} is not supported")
         splits.append(rf"{pattern}|(?:(?!{pattern})[\s\S])+")  # what lies between two matches is a part, too
-    match level:
-        case {"type": "ByteLevel", "add_prefix_space": False}:
-            return splits + [GPT2_WORDS] * level.get("use_regex", True)
-    raise ValueError(f"its pre_tokenizer ends with {json.dumps(level):.60}, not with a ByteLevel without prefix")
+    if not level or level["type"] != "ByteLevel" or level["add_prefix_space"]:
+        raise ValueError(f"its pre_tokenizer ends with {json.dumps(level):.60}, not with a ByteLevel without prefix")
+    return splits + [GPT2_WORDS] * level.get("use_regex", True)
 
 
-def find_ends(files, config):
-    """What ends an answer, ids or a name, from the first of the folder's files that says so."""
+def find_ends(files, config, special):
+    """The ids that end an answer, from the first of the folder's files that says so."""
     for content in (files.get("generation_config.json", b"{}"), config):
         if (ids := json.loads(content).get("eos_token_id")) is not None:
-            return ids if isinstance(ids, list) else [ids]
+            return tuple(ids) if isinstance(ids, list) else (ids,)
     name = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token") or END
-    return [name["content"] if isinstance(name, dict) else name]
+    return (special[name["content"] if isinstance(name, dict) else name],)
 
 
 def tokenizer_files(ranks, eos, words):

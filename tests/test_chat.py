@@ -84,8 +84,8 @@ def test_a_template_may_be_a_file_of_its_own_and_has_what_transformers_gives_it(
     assert chat(config, messages_of(("é", "<"), ("b", "c"))) == (
         Special("<|im_start|>"), '\n{"role": "é", "content": "<"}%TrueTrue'
     )  # fmt: skip
-    for said, sentence in ((("no", "x"), "ValueError: a role of its own"), (("user", 3), "TypeError")):
-        with pytest.raises(SystemExit, match=f"chat template does not take these messages: {sentence}"):
+    for said, sentence in ((("no", "x"), "refuses a message: a role of its own"), (("user", 3), "fails: TypeError")):
+        with pytest.raises(SystemExit, match=f"the model's chat template {sentence}"):
             chat(config, messages_of(said))
     template.write_text("{{ ''.__class__.__mro__ }}")  # a folder from the hub is not to be trusted
     with pytest.raises(SystemExit, match="SecurityError"):
