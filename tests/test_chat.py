@@ -111,7 +111,8 @@ def test_a_prompt_in_pieces_is_asked_shown_and_written(toy_run, tmp_path, monkey
     model = toy.model()
     ((batch, _),) = sample(model, [Question("short", (Special(END), "ab"), 1)], 2, toy.LIMITS)
     assert batch.prompts.tolist() == [[256, 97, 98]]
-    assert prompt_ids(text, model.tokenizer) == list(text.encode())
+    for said in (END, text, (END, text)):
+        assert prompt_ids(said, model.tokenizer) == list(prompt_text(said).encode())
     monkeypatch.setattr(model.config, "n_positions", 64)
     monkeypatch.setattr(model.wpe, "weight", torch.nn.Parameter(torch.zeros(64, 32)))
     ask.ask(model, toy, Question("short", (Special(END), text), 1), True, 1.0, 1)
