@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -266,7 +266,7 @@ class GPT(nn.Module):
         except RuntimeError as error:
             fail(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
         model.requires_grad_(True)
-        model.tokenizer = Tokenizer.load(folder)  # GPT-2's own where the folder has no tokenizer files
+        model.tokenizer = config.tokenizer = Tokenizer.load(folder)  # a task finds it in the config
         if model.tokenizer.vocab_size > config.vocab_size:
             fail(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
         config.eos_token_id = model.tokenizer.eos
@@ -284,7 +284,7 @@ class GPT(nn.Module):
                 for name, p in self.state_dict().items()
             }
             (temporary / "model.safetensors").write_bytes(to_bytes(weights, metadata={"format": "pt"}))
-            config = self.config.extra | vars(self.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+            config = self.config.extra | asdict(self.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
             config |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new")
             config |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=self.config.eos_token_id)
             del config["extra"]

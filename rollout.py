@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nanorook.settings import fail
+from nanorook.task import prompt_ids
 
 CHECK_EVERY = 8  # tokens between two checks whether all rows have ended, each of which is a GPU sync
 GROW_BY = 16  # tokens by which a CPU's cache grows
@@ -64,52 +65,51 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
         size = max(1, rows // group_size) if rows else len(of_kind)
         for chosen in (of_kind[i : i + size] for i in range(0, len(of_kind), size)):
             some = [questions[i] for i in chosen]
-            prompts = [model.tokenizer.encode(question.prompt) for question in some]
+            prompts = [prompt_ids(question.prompt, model.tokenizer) for question in some]
             most_new = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
             if min(most_new) < 1:
                 fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                      f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
             uniform = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
-            stops = stop_tokens(model.tokenizer, some[0])
-            batch = generate(model, prompts, group_size, most_new, temperature, uniform, stops, some[0].stop_after)
+            batch = generate(model, prompts, group_size, most_new, temperature, uniform, ends(model.tokenizer, some[0]))
             lengths = batch.completion_mask.sum(1).tolist()
             texts = [detokenize(model.tokenizer, row[:n]) for row, n in zip(batch.tokens.tolist(), lengths)]
             asked = [question for question in some for _ in range(group_size)]
             yield batch, [Answer(q, *text, cut) for q, text, cut in zip(asked, texts, batch.hit_limit.tolist())]
 
 
-def stop_tokens(tokenizer, question):
-    """The ids of the tokens that hold the text `stop` of a question."""
+def ends(tokenizer, question):
+    """{token: the place in an answer from which it ends it} of the tokens that end an answer to a question."""
     stop = question.stop.encode()
-    found = [i for i, token in tokenizer.token_bytes.items() if stop and stop in token]
-    if stop and not found:
+    stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop in text]
+    if stop and not stops:
         fail(f"no token of the model holds {question.stop!r}, the stop of {question.kind} questions, so it would "
              "end no answer; use another stop, or none.")  # fmt: skip
-    return found
+    return dict.fromkeys(stops, question.stop_after) | dict.fromkeys(tokenizer.ends, 0)
 
 
 def detokenize(tokenizer, tokens):
-    """(text, ends) up to the end token: `ends` has for each token the number of characters up to its end. Ids without
+    """(text, ends) up to an end token: `ends` has for each token the number of characters up to its end. Ids without
     a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
-    tokens = tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens
-    parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens]
+    end = next((i for i, token in enumerate(tokens) if token in tokenizer.ends), len(tokens))
+    parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens[:end]]
     ends = [len(prefix.decode("utf-8", "replace")) for prefix in accumulate(parts)]
     return b"".join(parts).decode("utf-8", "replace"), ends
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, stops=(), stop_after=0):
+def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, ends=None):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
     `limits` are the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(limits)),
-    drawn here if there are none. A row ends with the end token, or with one of `stops` after `stop_after` tokens.
+    drawn here if there are none. `ends`: {token: the place in a row from which it ends it}, else the end token alone.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
     N, T, on_cuda = len(prompts) * group_size, max(limits), device.type == "cuda"
-    end_from = torch.full((model.config.vocab_size,), T, device=device)
-    end_from[[*stops]] = stop_after
-    end_from[[eos] if eos >= 0 else []] = 0  # eos is -1 where no row is to end early
+    ends = {token: place for token, place in (ends or {eos: 0}).items() if token >= 0}  # -1 never comes
+    end_from = torch.full((model.config.vocab_size,), T)
+    end_from[[*ends]] = torch.tensor([*ends.values()], dtype=torch.long)
     rows = Rows(
         newest=prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0),
         alive=torch.ones(N, dtype=torch.bool, device=device),
@@ -117,7 +117,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
         logprobs=torch.zeros(N, T, device=device),
         noise=torch.rand(N, T, device=device) if noise is None else noise.to(device),
         limits=torch.tensor(limits, device=device).repeat_interleave(group_size),
-        end_from=end_from,
+        end_from=end_from.to(device),
     )
     prefix = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
@@ -128,7 +128,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
     decode_captured(step, rows) if on_cuda else decode_eagerly(step, rows, cache)
 
     places = torch.arange(T, device=device)
-    ended = places >= end_from[rows.tokens]  # (N, T)
+    ended = places >= rows.end_from[rows.tokens]  # (N, T)
     mask = (ended.cumsum(1) - ended.long() == 0) & (places < rows.limits[:, None])
     longest = int(mask.any(0).sum())
     ended, mask, tokens, logprobs = (x[:, :longest] for x in (ended, mask, rows.tokens, rows.logprobs))

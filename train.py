@@ -33,7 +33,7 @@ from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
-from nanorook.task import check_grades, graded, make_questions
+from nanorook.task import check_grades, graded, make_questions, prompt_text
 from rollout import microbatches, sample
 
 if __name__ == "__main__":
@@ -264,8 +264,9 @@ def evaluate_and_record(run, model, questions, title):
         with open(run.out / "samples.jsonl", "a") as log:
             for kind in task.LIMITS:
                 for a in [a for a in answers if a.question.kind == kind][:16]:
+                    question = a.question._replace(prompt=prompt_text(a.question.prompt))
                     row = {"step": run.step, "completion": a.text, "reward": a.grade.reward}
-                    log.write(json.dumps(row | a.question._asdict() | a.grade._asdict()) + "\n")
+                    log.write(json.dumps(row | question._asdict() | a.grade._asdict()) + "\n")
         write(run.out / "skill.json", json.dumps(run.skill))
     return time.time() - clock
 
@@ -322,8 +323,9 @@ def start():
     make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
     questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     parameters = sum(p.numel() for p in model.parameters())
+    ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
-        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
+        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers that end with {ends}, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good

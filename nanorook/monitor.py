@@ -19,7 +19,7 @@ import torch
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, known
-from nanorook.task import as_sum, earned
+from nanorook.task import as_sum, earned, prompt_text
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -88,7 +88,7 @@ def describe_answers(answers, group_size):
         "frac_zero_std": fmean(max(group) - min(group) <= 1e-6 for group in groups),
         "hit_limit": fmean(answer.hit_limit for answer in answers),
     }
-    found = {name: known(values) for name, values in figures(answers).items()}
+    found = {name: [v for v in values if v is not None] for name, values in figures(answers).items()}
     for kind, count in Counter(answer.question.kind for answer in answers).items():
         pieces = [piece for answer in answers if answer.question.kind == kind for piece in answer.grade.pieces]
         result |= {f"{kind}/earned/{name}": value / count for name, value in earned(pieces).items()}
@@ -117,7 +117,7 @@ def show(task, answers):
     """Prints the worst and the best of some answers."""
     ordered = sorted(answers, key=lambda answer: answer.grade.reward)
     for which, answer in (("worst", ordered[0]), ("best", ordered[-1])):
-        print(f"  {which} of {len(ordered)}: {printable(answer.question.prompt.strip())}")
+        print(f"  {which} of {len(ordered)}: {printable(prompt_text(answer.question.prompt).strip())}")
         show_answer(task, answer)
 
 
@@ -154,7 +154,7 @@ def open_log(run, model, questions):
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # else it was killed while this evaluation was written
     about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
     for question in questions:
-        about["questions"].setdefault(question.kind, []).append(crc32(question.prompt.encode()))
+        about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about))
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)

@@ -10,18 +10,20 @@ import math
 import re
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from nanorook.settings import GIVEN, fail
+from nanorook.tokenizer import Special
 
 ROOT = Path(__file__).parent.parent
 
 
 class Question(NamedTuple):
     kind: str  # a name in LIMITS; questions of one kind are sampled together
-    prompt: str
+    prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token; nanorook.chat makes such ones
     truth: Any  # what grade() needs; only what JSON can hold, as it is written to samples.jsonl
     stop: str = ""  # an answer ends with a token that holds this text, too; the same for all questions of a kind
     stop_after: int = 0  # tokens of an answer in which the stop is not looked for yet, as one may begin with a space
@@ -62,6 +64,18 @@ class Task(Protocol):
     # the answer is. If it begins with "<" it is HTML, for pages alone; its docstring then explains the pictures.
 
 
+def prompt_text(prompt):
+    """A prompt as people read it, its special tokens by their names."""
+    return "".join(prompt)
+
+
+def prompt_ids(prompt, tokenizer):
+    """A prompt's token ids. Only what is Special becomes a special token, whatever the texts hold."""
+    pieces = [prompt] if isinstance(prompt, str) else prompt
+    ids = ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p) for p in pieces)
+    return [*chain.from_iterable(ids)]
+
+
 def load(file) -> Task:
     """The module of a task file, by its path from here or from the project's folder; its DEFAULTS replace those of the
     settings that follow."""
@@ -95,15 +109,16 @@ def make_questions(task, items, count, rng, config):
 
 def checked(task, questions):
     for question in questions:
-        texts = {type(question.prompt), type(question.stop)} if isinstance(question, Question) else ()
-        if texts != {str} or not question.prompt:
+        prompt, stop = question[1::2] if isinstance(question, Question) else (None, None)
+        pieces = prompt if isinstance(prompt, tuple) else (prompt,)
+        if not all(isinstance(text, str) for text in (*pieces, stop)) or not any(pieces):
             fail(f"the task returned {question!r:.80}, which is no Question with a prompt and a `stop` of text.")
         if question.kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
         try:
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
-            fail(f"the truth of {question.prompt!r:.60} has to be what JSON can hold ({error}).")
+            fail(f"the truth of {prompt_text(prompt)!r:.60} has to be what JSON can hold ({error}).")
     return questions
 
 
@@ -125,7 +140,8 @@ def check_grades(answers):
     """Holds grades against the contract: an evaluation's, of which the first comes before the first step."""
     for answer in answers:
         if wrong := wrong_grade(answer.grade, answer.text):
-            fail(f"the task's grade, of the answer {answer.text!r:.60} to {answer.question.prompt!r:.60}: {wrong}")
+            asked = prompt_text(answer.question.prompt)
+            fail(f"the task's grade, of the answer {answer.text!r:.60} to {asked!r:.60}: {wrong}")
 
 
 def wrong_grade(grade, text):

@@ -1,17 +1,23 @@
-"""Byte-level BPE for GPT-2's family: the tokenizer files of a Hugging Face folder, run by tiktoken."""
+"""Byte-level BPE, as GPT-2, Llama 3 and Qwen have it: the tokenizer files of a Hugging Face folder, run by tiktoken."""
 
 import json
+import unicodedata
 from pathlib import Path
 
+import regex
 import tiktoken
 
 from nanorook.settings import fail
 
-TOKENIZER_FILES = "tokenizer.json vocab.json merges.txt".split()
-TOKENIZER_FILES += "tokenizer_config.json special_tokens_map.json added_tokens.json".split()
+TOKENIZER_FILES = "tokenizer.json vocab.json merges.txt tokenizer_config.json special_tokens_map.json".split()
+TOKENIZER_FILES += "added_tokens.json chat_template.jinja generation_config.json".split()
 END = "<|endoftext|>"
 # GPT-2 splits a text into words before it merges, so that no token spans two of them (Radford et al., 2019).
 GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+class Special(str):
+    """A special token, by its name. Any other string is text, even where it holds such a name."""
 
 
 def byte_names():
@@ -22,18 +28,37 @@ def byte_names():
 
 
 class Tokenizer:
-    """Text to token ids and back. `eos` is the id of <|endoftext|>; encoding a text never gives it."""
+    """Text to token ids and back. Encoding a text never gives a special token."""
 
-    def __init__(self, ranks, eos, words, files=None):
-        """`ranks` maps each token's bytes to its id; lower ids merge first. `words`: split text as GPT-2 does before
-        merging. `files` (name -> bytes) are those that it was read from, to be saved unchanged."""
-        self.eos = eos
-        self.token_bytes = {i: token for token, i in ranks.items()}
-        self.vocab_size = max(eos, *ranks.values()) + 1
-        pattern = GPT2_WORDS if words else r"[\s\S]+"
-        bpe = tiktoken.Encoding("nanorook", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: eos})
-        self.encode = bpe.encode_ordinary  # text -> token ids
-        self.files = files or tokenizer_files(ranks, eos, words)
+    def __init__(self, ranks, special, ends, splits, normal_form=None, files=None):
+        """`ranks` maps each token's bytes to its id; lower ids merge first. `special` maps the names of all other
+        tokens to theirs. `ends` are the ids that end an answer. `splits` are patterns that split a text one after
+        another, before merging. `files` (name -> bytes) are those that it was read from, to be saved unchanged."""
+        self.special, self.ends, self.normal_form = special, ends, normal_form
+        self.token_bytes = {i: token for token, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
+        self.vocab_size = max(self.token_bytes) + 1
+        *first, last = splits or [r"[\s\S]+"]
+        self.first_splits = [regex.compile(pattern) for pattern in first]
+        # A vocabulary may lack bytes, as SmolLM2's does. These get ids above all others, which encode() drops.
+        lacking = {bytes([b]): self.vocab_size + b for b in range(256) if bytes([b]) not in ranks}
+        self.bpe = tiktoken.Encoding("nanorook", pat_str=last, mergeable_ranks=ranks | lacking, special_tokens={})
+        plain = not (normal_form or first or lacking)
+        self.encode = self.bpe.encode_ordinary if plain else self.encode_parts  # text -> token ids
+        self.files = files or tokenizer_files(ranks, self.eos, words=bool(splits))
+
+    @property
+    def eos(self):
+        """The id that ends a training text and pads."""
+        return self.ends[0]
+
+    def encode_parts(self, text):
+        parts = [unicodedata.normalize(self.normal_form, text) if self.normal_form else text]
+        for pattern in self.first_splits:
+            parts = [match for part in parts for match in pattern.findall(part)]
+        return [i for part in parts for i in self.bpe.encode_ordinary(part) if i < self.vocab_size]
+
+    def special_id(self, name):
+        return self.special[name] if name in self.special else fail(f"the model's tokenizer has no token {name}.")
 
     @classmethod
     def load(cls, folder):
@@ -41,41 +66,52 @@ class Tokenizer:
         folder = Path(folder)
         if not folder.is_dir():
             fail(f"{folder}: there is no such folder.")
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
-        if not {"tokenizer.json", "vocab.json"} & files.keys():
-            return cls.gpt2()
         try:
-            words = True
+            files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
+            if not {"tokenizer.json", "vocab.json"} & files.keys():
+                return cls.gpt2()
+            config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"{}"
             if "tokenizer.json" in files:
                 content = json.loads(files["tokenizer.json"])
-                model, split = content["model"], content["pre_tokenizer"] or {}
-                if model["type"] != "BPE" or split.get("type") != "ByteLevel":
-                    raise ValueError("it is of another kind")
-                if content.get("normalizer") or split.get("add_prefix_space"):
-                    raise ValueError("a normalizer or add_prefix_space would change every prompt")
-                words, merges = bool(split.get("use_regex", True)), model["merges"]
-                vocab = model["vocab"] | {t["content"]: t["id"] for t in content.get("added_tokens") or []}
             else:
-                vocab = json.loads(files["vocab.json"])
-                lines = files["merges.txt"].decode().splitlines()
-                merges = [line for line in lines if line and not line.startswith("#version")]
-            merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
-            byte = {name: b for b, name in byte_names().items()}
+                merges = [m for m in files["merges.txt"].decode().splitlines() if m and not m.startswith("#version")]
+                content = {"model": {"vocab": json.loads(files["vocab.json"]), "merges": merges}}
+                content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
+            model, normal_form = content["model"], (content.get("normalizer") or {}).get("type")
+            if model.get("type", "BPE") != "BPE" or normal_form not in (None, "NFC", "NFD", "NFKC", "NFKD"):
+                raise ValueError(f"{model.get('type')} with the normalizer {normal_form} is not supported")
+            splits, vocab = read_splits(content["pre_tokenizer"]), model["vocab"]
+            merged = ["".join(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+            byte = {name: b for b, name in byte_names().items() if name in vocab}
             ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *merged}}
-            ids = [vocab[token] for token in merged]
-            if len({vocab[END], *ranks.values()}) <= len(ranks):
+            special = {END: vocab[END]} if END in vocab else {}
+            special |= {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+            known, ids = {*special.values(), *ranks.values()}, [vocab[token] for token in merged]
+            if len(known) < len(special) + len(ranks):
                 raise ValueError("each token needs an id of its own")
             if ids != sorted(ids):
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
-            return cls(ranks, vocab[END], words, files)
+            ends = find_ends(files, config, special)
+            if not ends or not known.issuperset(ends):
+                raise ValueError(f"an answer ends with {ends}, which are no ids of its tokens")
+            joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
+            if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
+                # The texts that it was trained on had digits split off, which a conversion, as from GGUF, has lost.
+                if b"smollm" not in config.lower():
+                    raise ValueError("nothing splits digits, but no token joins them; take the original tokenizer.json")
+                parts = [{"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]
+                content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+                splits = read_splits(content["pre_tokenizer"])
+                files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
+            return cls(ranks, special, ends, splits, normal_form, files)
         except Exception as error:  # what is wrong with a file may show anywhere
-            fail(f"{folder}: expected a byte-level BPE as GPT-2's, with {END}; {type(error).__name__}: {error}")
+            fail(f"{folder}: expected a byte-level BPE as GPT-2's or Qwen's; {type(error).__name__}: {error}")
 
     @classmethod
     def of_bytes(cls, pairs=()):
         """A token for each byte (0 to 255), then one for each of some pairs of bytes; the last one ends a text."""
         ranks = {bytes([b]): b for b in range(256)} | {pair.encode(): 256 + i for i, pair in enumerate(pairs)}
-        return cls(ranks, len(ranks), words=False)
+        return cls(ranks, {END: len(ranks)}, (len(ranks),), splits=[])
 
     @classmethod
     def gpt2(cls):
@@ -83,7 +119,35 @@ class Tokenizer:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
             fail(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
-        return cls({gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}, gpt2.eot_token, words=True)
+        ranks = {gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}
+        return cls(ranks, {END: gpt2.eot_token}, (gpt2.eot_token,), [GPT2_WORDS])
+
+
+def read_splits(pre_tokenizer):
+    """The patterns by which a pre_tokenizer splits a text, one after another."""
+    splits = []
+    *parts, level = pre_tokenizer["pretokenizers"] if "pretokenizers" in (pre_tokenizer or ()) else [pre_tokenizer]
+    for part in parts:
+        match part:
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+                pass
+            case {"type": "Digits", "individual_digits": individual}:
+                pattern = r"\p{N}" if individual else r"\p{N}+"
+            case _:
+                raise ValueError(f"its pre_tokenizer {json.dumps(part):.60} is not supported")
+        splits.append(rf"{pattern}|(?:(?!{pattern})[\s\S])+")  # what lies between two matches is a part, too
+    if not level or level["type"] != "ByteLevel" or level["add_prefix_space"]:
+        raise ValueError(f"its pre_tokenizer ends with {json.dumps(level):.60}, not with a ByteLevel without prefix")
+    return splits + [GPT2_WORDS] * level.get("use_regex", True)
+
+
+def find_ends(files, config, special):
+    """The ids that end an answer, from the first of the folder's files that says so."""
+    for content in (files.get("generation_config.json", b"{}"), config):
+        if (ids := json.loads(content).get("eos_token_id")) is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    name = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token") or END
+    return (special[name["content"] if isinstance(name, dict) else name],)
 
 
 def tokenizer_files(ranks, eos, words):

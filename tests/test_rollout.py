@@ -79,7 +79,7 @@ def test_the_room_for_an_answer_is_that_of_its_own_prompt():
     Their logprobs are also those of the training forward, in which the long prompt's rows have places beyond the
     last position."""
     policy = toy.model()
-    policy.config.eos_token_id = -1  # nothing ends early
+    policy.config.eos_token_id, policy.tokenizer.ends = -1, (-1,)  # nothing ends early
     asked = [Question("long", "." * length, None) for length in (2, 21, 9)]
     noise = uniform(3 * G, 7).view(3, G, 7)
     (batch, answers), *more = sample(policy, asked, G, {"long": 7}, noise=noise)

@@ -41,7 +41,9 @@ def questions_about(task, text, data, seed, config):
 def ask(model, task, question, temperature, count):
     """Prints the question with its answers: one greedy, `count` sampled."""
     known = question.truth is not None
-    print(f"{question.kind}: {printable(question.prompt.strip())}" + f"\ntruth: {json.dumps(question.truth)}" * known)
+    print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
+    if known:
+        print(f"truth: {json.dumps(question.truth)}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
         for answer in task_file.graded(task, answers) if known else answers:

@@ -90,7 +90,7 @@ def prepare(w, prompts, device, dtype):
     torch.manual_seed(0)
     model, rng = GPT(w.config).to(device).set_compute_dtype(dtype), torch.Generator().manual_seed(0)
     model.tokenizer = Tokenizer.of_bytes()
-    model.tokenizer.eos = model.config.eos_token_id = -1  # which never comes
+    model.config.eos_token_id, model.tokenizer.ends = -1, (-1,)  # which never comes
     reference = train.make_reference(model) if w.kl else None
     optimizers = train.make_optimizers(model)
 

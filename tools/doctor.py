@@ -25,8 +25,8 @@ import train
 from model import GPT
 from nanorook import hardware, monitor
 from nanorook.settings import fail
-from nanorook.task import check_grades, graded, make_questions
-from rollout import detokenize, microbatches, sample
+from nanorook.task import check_grades, graded, make_questions, prompt_ids
+from rollout import detokenize, ends, microbatches, sample
 
 UPDATES = 5  # on the same batch
 
@@ -152,7 +152,7 @@ def weights(model):
 @torch.no_grad()
 def computing(model, question):
     """This machine's forward against the same in float64, and against itself."""
-    ids = torch.tensor([model.tokenizer.encode(question.prompt)])
+    ids = torch.tensor([prompt_ids(question.prompt, model.tokenizer)])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
     error, change = mean((first - double).abs()), (again - first).abs().max().item()
@@ -181,15 +181,14 @@ def completions(model, batch, samples):
     """Whether the mask and the tokens of a batch are those of the answers that were graded."""
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
-    stop, expected = samples[0].question.stop.encode(), len(batch.prompts) * train.GROUP_SIZE
-    ending = {model.tokenizer.eos, *(i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token)}
-    marks = [[token in ending for token in row] for row in rows]
-    ends = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
+    expected, last = len(batch.prompts) * train.GROUP_SIZE, ends(model.tokenizer, samples[0].question)
+    marks = [[i >= last.get(token, len(row)) for i, token in enumerate(row)] for row in rows]
+    wrong = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
         (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
-        (ends, f"The mask of {ends} does not end with their one end token, which goes untrained: use lengths."),
+        (wrong, f"The mask of {wrong} does not end with their one end token, which goes untrained: use lengths."),
         (foreign, f"The tokens of {foreign} are not the text that was graded: keep the ids, make none from text."),
     )  # fmt: skip
 

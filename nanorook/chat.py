@@ -1,0 +1,53 @@
+"""A chat as an instruction-tuned model was taught it: its folder's template, out of which no message can break."""
+
+import functools
+import json
+import re
+from datetime import datetime
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nanorook.settings import fail
+from nanorook.tokenizer import Special
+
+
+def chat(config, messages, **options):
+    """The prompt for [{"role": "user", "content": text}, ...], up to where the answer begins, in pieces: the template's
+    special tokens are Special, and all that a message holds is text. `options` are the template's own (for Qwen3
+    enable_thinking=False)."""
+    tokenizer = config.tokenizer
+    settings = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
+    template = tokenizer.files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
+    if not template:
+        fail("the model's folder has no chat template; choose an instruction-tuned model, or write the prompt as text.")
+    names = {n: v["content"] if isinstance(v, dict) else v for n, v in settings.items() if v and n.endswith("_token")}
+    options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
+    special = sorted(tokenizer.special, key=len, reverse=True)
+    pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
+    # A special token's name in a message is rendered as its number between two marks. Unicode keeps these characters
+    # for internal use; of them the mark is one that no message holds.
+    texts = "".join(str(text) for message in messages for text in message.values())
+    mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in texts)
+
+    def hide(text):
+        return pattern.sub(lambda found: f"{mark}{special.index(found[0])}{mark}", text)
+
+    def restore(text):
+        return re.sub(f"{mark}([0-9]+){mark}", lambda found: special[int(found[1])], text)
+
+    try:
+        hidden = [{name: hide(text) for name, text in message.items()} for message in messages]
+        pieces = pattern.split(compiled(template).render(messages=hidden, **options))
+    except Exception as error:  # whatever a template raises
+        fail(f"the model's chat template fails: {type(error).__name__}: {error}")
+    return tuple(Special(piece) if piece in tokenizer.special else restore(piece) for piece in pieces if piece)
+
+
+@functools.cache
+def compiled(template):
+    """The template in the environment that transformers gives it."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    env.globals["raise_exception"] = lambda message: fail(f"the model's chat template refuses a message: {message}")
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env.from_string(template)
