@@ -115,5 +115,5 @@ def test_a_prompt_in_pieces_is_asked_shown_and_written(toy_run, tmp_path, monkey
         assert prompt_ids(said, model.tokenizer) == list(prompt_text(said).encode())
     monkeypatch.setattr(model.config, "n_positions", 64)
     monkeypatch.setattr(model.wpe, "weight", torch.nn.Parameter(torch.zeros(64, 32)))
-    ask.ask(model, toy, Question("short", (Special(END), text), 1), 1.0, 1)
+    ask.ask(model, toy, Question("short", (Special(END), text), 1), True, 1.0, 1)
     assert "short: <|endoftext|><|endoftext|> and\n" in capsys.readouterr().out

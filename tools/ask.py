@@ -30,7 +30,7 @@ HELD_OUT = 3  # questions where none is given
 
 
 def questions_about(task, text, data, seed, config):
-    """The questions; without a truth where the task does not know that of this text."""
+    """Questions, all of whose truth the task knows, or the one that is this text."""
     if text and hasattr(task, "question"):
         return task_file.checked(task, [task.question(text, config)])
     _, held_out = task.load(data, config)
@@ -38,9 +38,8 @@ def questions_about(task, text, data, seed, config):
     return [own[0]._replace(prompt=text, truth=None)] if text else own
 
 
-def ask(model, task, question, temperature, count):
-    """Prints the question with its answers: one greedy, `count` sampled."""
-    known = question.truth is not None
+def ask(model, task, question, known, temperature, count):
+    """Prints the question with its answers, one greedy and `count` sampled, graded if its truth is known."""
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
     if known:
         print(f"truth: {json.dumps(question.truth)}")
@@ -48,8 +47,6 @@ def ask(model, task, question, temperature, count):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
         for answer in task_file.graded(task, answers) if known else answers:
             show_answer(task, answer, f"{title:6} ")
-    if not known:
-        print("not graded: the task has no function `question`, which would know the truth of this text.")
 
 
 def main():
@@ -67,8 +64,11 @@ def main():
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).inference_copy(dtype)
     torch.manual_seed(a.seed)
+    temperature, known = temperature if a.temperature is None else a.temperature, hasattr(task, "question") or not text
     for question in questions_about(task, text, data, a.seed, model.config):
-        ask(model, task, question, temperature if a.temperature is None else a.temperature, a.answers)
+        ask(model, task, question, known, temperature, a.answers)
+    if not known:
+        print("not graded: the task has no function `question`, which would know the truth of this text.")
 
 
 if __name__ == "__main__":
