@@ -21,6 +21,7 @@ import math
 import random
 import sys
 import time
+import traceback
 from collections import Counter
 from statistics import fmean
 
@@ -33,7 +34,7 @@ from nanorook import hardware, monitor, parallel, settings
 from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, restore, write
 from nanorook.settings import fail, heading, setting
-from nanorook.task import check_grades, graded, make_questions
+from nanorook.task import first_questions, graded, make_questions
 from rollout import microbatches, sample
 
 if __name__ == "__main__":
@@ -87,7 +88,7 @@ heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "torch.compile the training forward; auto: on CUDA", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward of the update; bounds memory, changes nothing else; 0: 32768 on CUDA, 4096 on CPU", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward of the update; bounds memory, changes nothing else; 0: 4096 on a CPU, on CUDA by its free memory", low=0)
 NPROC                   = setting("NPROC", 1, "processes on this machine; one for each GPU", low=1)
 # fmt: on
 
@@ -141,14 +142,20 @@ def objective(logprobs, batch, normalizer):
     return loss, sums
 
 
-def microbatch_tokens(model):
-    return MICROBATCH_TOKENS or (32768 if model.wte.weight.is_cuda else 4096)
+def microbatch_tokens(model, questions):
+    keys = max(len(model.tokenizer.encode(q.prompt)) + task.LIMITS[q.kind] for q in questions)
+    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
-def update(model, reference, optimizer, batches):
-    """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
+def cut(batches, most_tokens):
+    """The microbatches of some batches."""
+    return [part for batch in batches for part in microbatches(batch, most_tokens)]
+
+
+def update(model, reference, optimizer, parts):
+    """Makes EPOCHS updates from one step's microbatches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
     before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    parts = [part for batch in batches for part in microbatches(batch, microbatch_tokens(model))]
+    parts = list(parts)  # what is measured of each is added to it
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
@@ -190,8 +197,9 @@ def update(model, reference, optimizer, batches):
 def check_start(metrics, dtype):
     """Refuses a run whose model does not write answers, or whose sampler, policy and reference differed before the
     first update."""
-    if metrics.get("structure", 1.0) < 0.2:
-        fail(f"only {metrics['structure']:.0%} of the first answers have the structure of one, and {metrics['hit_limit']:.0%} "
+    structure, kind = monitor.worst(metrics, "structure", min)
+    if structure < 0.2:
+        fail(f"only {structure:.0%} of the first {kind} answers have the structure of one, and {metrics[f'{kind}/hit_limit']:.0%} "
              f"hit their limit: if most do, raise the task's LIMITS {task.LIMITS}; else the model does not speak this "
              "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
     gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
@@ -219,7 +227,6 @@ def evaluate(model, questions, file, step):
         parts = sample(model, questions[mine], 1, task.LIMITS, temperature, noise, EVAL_ROWS)
         parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
         answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
-        check_grades(answers)
         figures |= {f"{name} T={temperature:g}": value for name, value in monitor.intervals(answers).items()}
     if parallel.rank() == 0:
         monitor.show(answers)
@@ -233,14 +240,14 @@ def evaluate(model, questions, file, step):
 
 def evaluate_and_record(run, model, questions, title):
     """One more column in the run's table of held-out skill; the seconds that it took."""
-    clock = time.time()
+    clock = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     skill = run.skill[title] = evaluate(model, questions, run.out / "samples.jsonl", run.step)
     rewards = [mean for name, (mean, _) in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
         write(run.out / "skill.json", json.dumps(run.skill, indent=2))
-    return time.time() - clock
+    return time.perf_counter() - clock
 
 
 # ---- Start and loop ----------------------------------------------------------------------------------------
@@ -265,7 +272,7 @@ def start():
     run = Run(OUT_DIR)
     if lead:
         run.acquire_lock()
-        source = MODEL or task.start_model()
+        source = MODEL or task_file.start_model(task)
         run.forbid_model_inside(source)
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
@@ -274,22 +281,25 @@ def start():
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = GPT.load(source).to(device).set_compute_dtype(dtype)
+    model = GPT.load(source)
+    run.check_start_model(model, source)
+    model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None
     optimizer = make_optimizer(model)
     if resumed:
         restore(model, optimizer, *resumed)
     run.good = run.good or run.snapshot(model, optimizer)
 
-    items, held_out = task.load(DATA, model.config)
+    items, held_out = task_file.load_items(task, DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
-    make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
-    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
+    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
+    questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
+    run.microbatch = MICROBATCH_TOKENS or run.microbatch or min(parallel.gather([microbatch_tokens(model, questions)]))
     parameters = sum(p.numel() for p in model.parameters())
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
-        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
+        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good
@@ -307,30 +317,30 @@ def main():
     signals = catch_signals()
     while run.step < STEPS:
         # Questions and answers
-        step, clock = run.step, [time.time()]
+        step, clock = run.step, [time.perf_counter()]
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
         questions = make_questions(task, items, BATCH_POSITIONS, rng, model.config)
         noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
         sampler.sync_from(model)
         mine = slice(parallel.rank(), None, world)
         rollouts = list(sample(sampler, questions[mine], GROUP_SIZE, task.LIMITS, TEMPERATURE, noise[mine]))
-        clock.append(time.time())
+        clock.append(time.perf_counter())
 
         # Rewards and advantages
         rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
         answers = parallel.gather([answer for _, part in rollouts for answer in part])
         batches = [add_advantages(batch, part) for batch, part in rollouts]
-        clock.append(time.time())
+        clock.append(time.perf_counter())
 
         # Loss, gradient, guard, optimizer
         lr = LR * grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         for group in optimizer.param_groups:
             group["lr"] = lr
         snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizer)
-        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizer, batches)
-        clock.append(time.time())
+        parts = cut(batches, run.microbatch)
+        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizer, parts)
+        clock.append(time.perf_counter())
         if step == 0:  # of what update() measured before its first change
-            check_grades(answers)
             check_start(metrics, model.dtype)
 
         # What happened
@@ -380,10 +390,13 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
     except OSError as error:
+        if task_file.raised_by(task, error):
+            traceback.print_exc()
+            fail(f"this error came from the task, {TASK}; {continuation(OUT_DIR, FRESH)}")
         fail(f"a file could not be read or written ({error}); {continuation(OUT_DIR, FRESH)}")
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-            fail(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or '32768 (on a CPU 4096)'}, GROUP_SIZE={GROUP_SIZE} or "
+            fail(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or 'what is told above'}, GROUP_SIZE={GROUP_SIZE} or "
                  f"the limits of new tokens {task.LIMITS}; {continuation(OUT_DIR, FRESH)}")  # fmt: skip
         if not parallel.another_has_ended(error):
             raise

@@ -6,6 +6,7 @@ not at all; the two newest are kept, and the one with the best evaluation.
 
 import copy
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -32,6 +33,8 @@ class Run:
         self.out = Path(out)
         self.step = 0  # steps that were made
         self.dtype = ""  # of the matrix products, measured once: another process or day might measure otherwise
+        self.microbatch = 0  # most tokens of one, likewise
+        self.start_hash = ""  # of the start model's weights
         self.skill = {}  # {"before": {figure: (mean, half-width)}, "step 40": ..., "after": ...}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
         self.lr_factor = 1.0  # lowered each time that the run goes back
@@ -55,6 +58,16 @@ class Run:
         """The start model is read again when a run goes on, so the run must not overwrite it."""
         if Path(source).resolve().is_relative_to(self.out.resolve()):
             fail(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
+
+    def check_start_model(self, model, source):
+        """The model that the run began with is the reference of its KL; a folder's content may have changed since."""
+        sha = hashlib.sha256()
+        for tensor in model.state_dict().values():
+            sha.update(tensor.numpy())
+        if self.start_hash not in ("", sha.hexdigest()):
+            fail(f"the weights in {source} are not those that the run in {self.out} began with; put them back, name "
+                 "another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
+        self.start_hash = sha.hexdigest()
 
     def found(self):
         """What a run has made; where no run has been, a `model` is somebody's."""
@@ -160,15 +173,19 @@ def write(path, text):
     os.replace(part, path)
 
 
-def rewind(file, step):
+def rewind(file, step, *needed):
     """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, or half a line."""
     rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+            [row[name] for name in needed]
+            if row["step"] > step:
+                break
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            print(f"{file}: line {number} is damaged; it and those after it are left out.", flush=True)
             break
-    rows = [row for row in rows if row["step"] <= step]
     write(file, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 

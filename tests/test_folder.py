@@ -8,7 +8,7 @@ from model import GPTConfig
 from nanorook.folder import fetch, read_config, read_weights
 
 SIZES = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4}
-WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5), "c.bias": torch.ones(2, dtype=torch.bfloat16)}
+WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5.0), "c.bias": torch.ones(2, dtype=torch.bfloat16)}
 
 
 def refused(function, *arguments):
@@ -44,8 +44,14 @@ def test_an_unsupported_config_is_refused(tmp_path, reason):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_weights_are_read_from_one_file_or_several_and_damage_is_named(tmp_path, shards):
     assert refused(read_weights, tmp_path).startswith(f"{tmp_path}: there is no model.safetensors; transformers'")
+    files = {}
     for i in range(shards):
-        save_file(dict(list(WEIGHTS.items())[i::shards]), last := tmp_path / f"model-{i}.safetensors")
+        files[f"model-{i}.safetensors" if shards > 1 else "model.safetensors"] = list(WEIGHTS)[i::shards]
+    for name, tensors in files.items():
+        save_file({tensor: WEIGHTS[tensor] for tensor in tensors}, last := tmp_path / name)
+    index = {"weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a.weight": torch.zeros(3, 4)}, tmp_path / "model_old.safetensors")  # which nobody names
     weights = read_weights(tmp_path)
     assert weights.keys() == WEIGHTS.keys()
     assert all(weights[name].dtype == t.dtype and torch.equal(weights[name], t) for name, t in WEIGHTS.items())

@@ -24,8 +24,8 @@ import train
 from model import GPT
 from nanorook import hardware, monitor, parallel
 from nanorook.settings import fail
-from nanorook.task import check_grades, graded, make_questions
-from rollout import detokenize, microbatches, sample
+from nanorook.task import graded, load_items, make_questions, start_model
+from rollout import detokenize, sample
 
 UPDATES = 5  # on the same batch
 
@@ -54,8 +54,8 @@ def prepare(count):
     hardware.flush_denormals()
     device = parallel.start(hardware.choose_device(train.DEVICE), 1)
     dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
-    model = GPT.load(train.MODEL or train.task.start_model()).to(device).set_compute_dtype(dtype)
-    items, _ = train.task.load(train.DATA, model.config)
+    model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
+    items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
     return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
@@ -74,32 +74,37 @@ def ask(model, questions):
 def run_checks(model, reference, optimizer, questions):
     """The checks one by one, as far as the batch gets. `model` is updated."""
     yield (found := weights(model))
-    if found.figures["broken"]:
+    if found.sentence:
         return
     yield computing(model, questions[0])
     rollouts = list(ask(model, questions))
     samples = [answer for _, part in rollouts for answer in part]
-    check_grades(samples)
     batches = [train.add_advantages(batch, part) for batch, part in rollouts]
     yield truths(questions, samples)
     for batch, (_, part) in zip(batches, rollouts):
         yield completions(model, batch, part)
     if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
         return
-    yield rewards(samples, batches)
+    for batch, (_, part) in zip(batches, rollouts):
+        yield rewards(batch, part)
 
     # The first step of a run, and what train.py says of it
-    parts = [part for batch in batches for part in microbatches(batch, train.microbatch_tokens(model))]
+    kinds = {part[0].question.kind: batch for batch, (_, part) in zip(batches, rollouts)}
+    kinds = {kind: train.cut([batch], train.microbatch_tokens(model, questions)) for kind, batch in kinds.items()}
+    parts = sum(kinds.values(), [])
 
     @torch.no_grad()
-    def logprobs():  # (tokens,)
-        return torch.cat([train.forward(model, part)[0][part.completion_mask].float() for part in parts])
+    def logprobs():  # {kind: (tokens,)}
+        forward = lambda part: train.forward(model, part)[0][part.completion_mask].float()  # noqa: E731
+        return {kind: torch.cat([*map(forward, parts)]) for kind, parts in kinds.items()}
 
     before, old = logprobs(), copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
     metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
-    metrics |= train.update(model, reference, optimizer, batches)
-    yield check("start", shown(metrics, "structure", "logprob_gap", "kl"), refusal(metrics, model.dtype))
+    metrics |= train.update(model, reference, optimizer, parts)
+    structure, kind = monitor.worst(metrics, "structure", min)
+    figures = {f"{kind} structure": structure} if kind else {}
+    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), refusal(metrics, model.dtype))
     verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
     state, advice = verdict.values()
     figures = shown(metrics, "reward", "frac_zero_std", "hit_limit", "entropy", "grad_norm", "skipped")
@@ -115,15 +120,17 @@ def run_checks(model, reference, optimizer, questions):
     if metrics["broken"]:
         return
     now = logprobs()
-    first = mean(grpo.kl(before, now, torch.ones_like(now), "k3"))
+    first = max(mean(grpo.kl(old, now[kind], torch.ones_like(old), "k3")) for kind, old in before.items())
     for _ in range(UPDATES - 1):
-        train.update(model, reference, optimizer, batches)
-    paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
-    gain = mean((logprobs() - before) * paid)
+        train.update(model, reference, optimizer, parts)
+    paid = {kind: torch.cat([part.advantages[part.completion_mask] for part in parts]) for kind, parts in kinds.items()}
+    now = logprobs()
+    gains = {kind: mean((now[kind] - before[kind]) * paid[kind]) for kind in kinds if paid[kind].any()}
+    gain, kind = min(((gain, kind) for kind, gain in gains.items()), default=(0.0, ""))
     yield check(
-        "learning", {"updates": UPDATES, "KL of the first": first, "gain": gain},
+        "learning", {"updates": UPDATES, "KL of the first": first, f"least gain, {kind}": gain},
         (first > train.KL_DIVERGENCE_THRESHOLD, f"One update made a KL of {first:.4g}: lower LR={train.LR:g}."),
-        (not gain > 0, f"Better answers did not become likelier: look for a wrong sign, or lower LR={train.LR:g}."),
+        (not gain > 0, f"Better {kind} answers did not become likelier: look for a wrong sign, or lower LR={train.LR:g}."),
     )  # fmt: skip
 
 
@@ -142,11 +149,9 @@ def refusal(metrics, dtype):
 
 def weights(model):
     state = model.state_dict()
-    broken = sum(not tensor.isfinite().all() for tensor in state.values())
     untrained = not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
     return check(
-        "weights", {"tensors": len(state), "norm": norm(state.values()), "broken": broken},
-        (broken, f"{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
+        "weights", {"tensors": len(state), "norm": norm(state.values())},
         (untrained, f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
@@ -196,14 +201,15 @@ def completions(model, batch, samples):
     )  # fmt: skip
 
 
-def rewards(samples, batches):
+def rewards(batch, samples):
     values = torch.tensor([s.grade.reward for s in samples])
     least, most, groups = values.min().item(), values.max().item(), values.view(-1, train.GROUP_SIZE)
     capped = mean(values > most - 1e-6)
-    paid = max(batch.advantages.abs().max().item() for batch in batches)
+    paid = batch.advantages.abs().max().item()
     times = paid / max(1e-9, (groups - groups.mean(1, keepdim=True)).abs().max().item())
     return check(
-        "rewards", {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
+        f"{samples[0].question.kind} rewards",
+        {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
         (max(-least, most) > 10, f"They go from {least:g} to {most:g}, so a few rows outweigh the others: scale them."),
         (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
         (times > 20, f"SCALE_REWARDS={train.SCALE_REWARDS} makes noise {times:.0f} times as large: use none."),
