@@ -396,7 +396,7 @@ if __name__ == "__main__":
         fail(f"a file could not be read or written ({error}); {continuation(OUT_DIR, FRESH)}")
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-            fail(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or 'what is told above'}, GROUP_SIZE={GROUP_SIZE} or "
+            fail(f"out of memory: set MICROBATCH_TOKENS below {MICROBATCH_TOKENS or 'the number told at the start'}, or lower GROUP_SIZE={GROUP_SIZE} or "
                  f"the limits of new tokens {task.LIMITS}; {continuation(OUT_DIR, FRESH)}")  # fmt: skip
         if not parallel.another_has_ended(error):
             raise

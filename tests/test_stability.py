@@ -112,6 +112,23 @@ def test_random_weights(toy_run, monkeypatch):
         toy_run()
 
 
+def test_a_broken_kind_is_not_hidden_by_the_others(toy_run, monkeypatch):
+    """With a limit of 10 tokens every environment answer was cut off and malformed, and the run was green."""
+    grade = toy.grade
+
+    def changed(question, *args):
+        good = question.kind == "short" or question.truth >= readable
+        return grade(question, *args)._replace(metrics={"structure": float(good)})
+
+    monkeypatch.setattr(toy, "grade", changed)
+    readable = math.inf
+    with pytest.raises(SystemExit, match="only 0% of the first long answers have the structure of one, and .*% hit"):
+        toy_run("refused", BATCH_POSITIONS=8)
+    readable = 50  # half of them
+    row = toy_run(BATCH_POSITIONS=8, STEPS=1)[0]
+    assert row["short/structure"] == 1 and 0.2 < row["long/structure"] < 0.8 and "structure" not in row
+
+
 # The function that has the bug, and what stands in its place
 BUGS = {
     "dropout": (train, "compiled_score", lambda: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1)),
