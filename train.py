@@ -147,15 +147,10 @@ def microbatch_tokens(model, questions):
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
-def cut(batches, most_tokens):
-    """The microbatches of some batches."""
-    return [part for batch in batches for part in microbatches(batch, most_tokens)]
-
-
-def update(model, reference, optimizer, parts):
-    """Makes EPOCHS updates from one step's microbatches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
+def update(model, reference, optimizer, batches, most_tokens):
+    """Makes EPOCHS updates from one step's batches. Of the metrics, loss, logprob_gap, entropy and kl are of the weights
     before them, ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    parts = list(parts)  # what is measured of each is added to it
+    parts = [part for batch in batches for part in microbatches(batch, most_tokens)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part in parts)
     normalizer = parallel.total(normalizer.float())
@@ -337,8 +332,8 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
         snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizer)
-        parts = cut(batches, run.microbatch)
-        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizer, parts)
+        metrics = monitor.describe_answers(answers, GROUP_SIZE)
+        metrics |= update(model, reference, optimizer, batches, run.microbatch)
         clock.append(time.perf_counter())
         if step == 0:  # of what update() measured before its first change
             check_start(metrics, model.dtype)

@@ -48,8 +48,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
 
 
 def worst(m, name, pick):
-    """(value, kind) of a metric where it is worst, by `pick` min or max; a mean over kinds would hide a broken kind. The
-    value is NaN, which no comparison is true of, where no kind has the metric."""
+    """(value, kind) of a metric where it is worst, by `pick` min or max: a mean over kinds would hide a broken kind.
+    Where no kind has the metric the value is NaN, of which no comparison is true."""
     kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
     return pick(kinds, default=(math.nan, ""))
 
@@ -98,7 +98,7 @@ def intervals(answers):
 
 def describe_answers(answers, group_size):
     """The metrics of all the answers of a step, of which those of a group lie next to each other: over all kinds
-    ("reward") and of each ("policy/reward", "policy/legal"), and what pieces of the reward gave ("policy/earned/legal")."""
+    ("reward"), of each ("policy/reward", "policy/legal"), and what pieces of the reward gave ("policy/earned/legal")."""
     result = describe_rewards(answers, group_size) | {"reward_std": stdev(answer.grade.reward for answer in answers)}
     for kind in dict.fromkeys(answer.question.kind for answer in answers):
         some = [answer for answer in answers if answer.question.kind == kind]

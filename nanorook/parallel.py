@@ -32,20 +32,23 @@ def log(text):
 
 def start(device, processes):
     """Joins the other processes, or starts them first; returns this one's device."""
-    told = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # RANK alone may be another program's
-    if processes > 1 and not told <= os.environ.keys():
+    if processes > 1 and not launched():
         launch(processes)
-    together = told <= os.environ.keys()
     if device.type == "cuda":
-        index = os.environ.get("LOCAL_RANK") if together else None
-        device = hardware.choose_device(f"cuda:{index or device.index or 0}")
+        index = os.environ["LOCAL_RANK"] if launched() else device.index or 0
+        device = hardware.choose_device(f"cuda:{index}")
         torch.cuda.set_device(device)
-    if together:
+    if launched():
         if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or dist.is_torchelastic_launched()):
             # torchrun gives each process one thread
             torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def launched():
+    """Whether the environment names the others. RANK alone may be another program's."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def launch(processes):

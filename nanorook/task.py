@@ -141,7 +141,9 @@ def checked(task, questions):
     for question in questions:
         texts = {*map(type, (question.kind, question.prompt, question.stop))} if isinstance(question, Question) else ()
         if texts != {str} or not question.prompt:
-            fail(f"the task returned {question!r:.80}, which is no Question with a kind, a prompt and a `stop` of text.")
+            fail(
+                f"the task returned {question!r:.80}, which is no Question with a kind, a prompt and a `stop` of text."
+            )
         if question.kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
         if stops.setdefault(question.kind, question.stop) != question.stop:

@@ -41,7 +41,9 @@ BAD_CONFIGS = {
 @pytest.mark.parametrize("reason", BAD_CONFIGS)
 def test_an_unsupported_config_is_refused(tmp_path, reason):
     bad = BAD_CONFIGS[reason]
-    text = '{"a":' * 700 + "1" + "}" * 700 if bad == "deep" else json.dumps(SIZES | bad if isinstance(bad, dict) else bad)
+    text = (
+        '{"a":' * 700 + "1" + "}" * 700 if bad == "deep" else json.dumps(SIZES | bad if isinstance(bad, dict) else bad)
+    )
     (tmp_path / "config.json").write_text(text)
     assert refused(read_config, tmp_path, GPTConfig).startswith(f"{tmp_path}/config.json: {reason}")
 

@@ -192,7 +192,7 @@ def test_the_better_answer_becomes_likelier(loss, credit, toy_settings):
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], [("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]]
     answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
     batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers)
-    train.update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.01), [batch])
+    train.update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.01), [batch], 10**6)
     better, worse = (train.forward(policy, batch)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4
 
@@ -252,7 +252,7 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
     for most, largest in (1, {train.GROUP_SIZE}), (70, range(train.GROUP_SIZE + 1, whole)), (10**6, {whole}):
         model = copy.deepcopy(start)
         rows.clear()
-        metrics = train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.5), train.cut(batches, most))
+        metrics = train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.5), batches, most)
         results.append((metrics, list(model.parameters())))
         assert max(rows) in largest
     (expected, weights), *others = results

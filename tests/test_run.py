@@ -93,7 +93,9 @@ def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
         assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3][:step]
 
 
-@pytest.mark.parametrize("line", [b"\xff\x00", b"[1]", b"7", b"null", b"{}", b'{"step": "x", "seconds": {}}', b'{"step": 2}'])
+@pytest.mark.parametrize(
+    "line", [b"\xff\x00", b"[1]", b"7", b"null", b"{}", b'{"step": "x", "seconds": {}}', b'{"step": 2}']
+)
 def test_a_damaged_log_is_cut_and_said(line, tmp_path, capsys):
     file, row = tmp_path / "metrics.jsonl", b'{"step": 1, "seconds": {}}'
     file.write_bytes(b"\n".join([row, line, row]))

@@ -59,7 +59,7 @@ def test_no_step_is_longer_than_the_clip_allows():
     policy, start = toy.model(), toy.model()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)  # a step is the gradient
     batches = [batch._replace(advantages=batch.advantages * 1e6) for batch in sampled(policy)]
-    metrics = train.update(policy, None, optimizer, batches)
+    metrics = train.update(policy, None, optimizer, batches, 10**6)
     assert metrics["grad_norm"] > 100 and distance(policy, start) == pytest.approx(train.MAX_GRAD_NORM, rel=1e-3)
 
 

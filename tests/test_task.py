@@ -50,20 +50,40 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "same names": ("grade", with_pieces(("a", 1), ("a", 2)), "piece .'a', 2. has to be .a name of its own"),
     "span a number": ("grade", with_pieces(("all", 1, 3)), "judges 3, which is no .start, end. within the text"),
     "span outside": ("grade", with_pieces(("all", 1, (0, 99))), "judges .0, 99., which is no"),
-    "metric not finite": ("grade", with_pieces(right=math.nan), "metric 'right' is nan; it has to be a finite number"),
-    "metric's name": ("grade", with_pieces(**{"two words": 1.0}), "metric 'two words' needs a name of one word without"),
+    "metric not finite": ("grade", with_pieces(right=math.nan), "metric 'right' is nan; it has to be a finite"),
+    "metric's name": (
+        "grade",
+        with_pieces(**{"two words": 1.0}),
+        "metric 'two words' needs a name of one word without",
+    ),
     "metric reward": ("grade", with_pieces(reward=1.0), "'reward' needs .* and none of reward, reward_max, frac_zero"),
-    "metric of logs": ("grade", with_pieces(**{"earned/a": 1.0}), "metric 'earned/a' needs a name of one word without /"),
+    "metric of logs": (
+        "grade",
+        with_pieces(**{"earned/a": 1.0}),
+        "metric 'earned/a' needs a name of one word with",
+    ),
     "metric a number": ("grade", lambda *args: Grade((), {3: 1.0}), "metric 3 needs a name of one word"),
     "generator": ("make_questions", lambda *args: (q for q in HONEST(*args)), "returned no list of questions where 4"),
     "no questions": ("make_questions", lambda *args: None, "returned no list of questions where 4 were asked for"),
-    "kind a list": ("make_questions", asking(kind=["short"]), "which is no Question with a kind, a prompt and a `stop`"),
+    "kind a list": (
+        "make_questions",
+        asking(kind=["short"]),
+        "which is no Question with a kind, a prompt and a `stop`",
+    ),
     "two stops": ("make_questions", stopping, "short questions have different stops, '[ab]' and '[ab]'; give them one"),
-    "changes items": ("make_questions", marking, "make_questions changes its items, so a resumed run would ask other"),
+    "changes items": ("make_questions", marking, "make_questions changes its items, so a resumed"),
     "changes truth": ("grade", asking_less, "grade changes the truth of its question"),
-    "load generator": ("load", lambda *args: (x for x in ([1], [2])), "load returned <generator .*; it has to return two"),
+    "load generator": (
+        "load",
+        lambda *args: (x for x in ([1], [2])),
+        "load returned <generator .*; it has to return two",
+    ),
     "load one list": ("load", lambda *args: list(range(99)), r"load returned \[0, 1, .*; it has to return two lists"),
-    "load nothing": ("load", lambda *args: None, "load returned None; it has to return two lists, .training items, held"),
+    "load nothing": (
+        "load",
+        lambda *args: None,
+        "load returned None; it has to return two lists",
+    ),
     "load a set": ("load", lambda *args: {(1,), (2,)}, "load returned {.*; it has to return two lists"),
     "load sets": ("load", lambda *args: ({1}, {2}), r"load returned .\{1\}, \{2\}.; it has to return two lists"),
     "no start": ("start_model", lambda: None, "start_model returned None; it has to return the folder of a model"),
@@ -147,7 +167,7 @@ def test_every_grade_is_checked_not_only_the_first(toy_run, monkeypatch):
         toy_run(STEPS=3)
 
 
-def test_a_task_that_uses_the_global_random_module_or_shuffles_its_items_resumes_to_the_same(toy_run, monkeypatch, tmp_path):
+def test_a_task_that_draws_from_the_global_random_module_resumes_to_the_same(toy_run, monkeypatch, tmp_path):
     load, grade = toy.load, toy.grade
 
     def shuffled(*args):

@@ -106,7 +106,7 @@ def prepare(w, asked, device, dtype):
                 rewards.grade(asked[row // w.group], detokenize(model.tokenizer, ids)[0], True)
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
             most = hardware.microbatch_tokens(model, len(max(prompts, key=len)) + w.new)
-            train.update(model, reference, optimizer, train.cut([batch._replace(advantages=advantages)], most))
+            train.update(model, reference, optimizer, [batch._replace(advantages=advantages)], most)
 
     return model, run
 

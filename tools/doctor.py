@@ -25,7 +25,7 @@ from model import GPT
 from nanorook import hardware, monitor, parallel
 from nanorook.settings import fail
 from nanorook.task import graded, load_items, make_questions, start_model
-from rollout import detokenize, sample
+from rollout import detokenize, microbatches, sample
 
 UPDATES = 5  # on the same batch
 
@@ -89,19 +89,17 @@ def run_checks(model, reference, optimizer, questions):
         yield rewards(batch, part)
 
     # The first step of a run, and what train.py says of it
-    kinds = {part[0].question.kind: batch for batch, (_, part) in zip(batches, rollouts)}
-    kinds = {kind: train.cut([batch], train.microbatch_tokens(model, questions)) for kind, batch in kinds.items()}
-    parts = sum(kinds.values(), [])
+    most = train.microbatch_tokens(model, questions)
+    kinds = {part[0].question.kind: microbatches(batch, most) for batch, (_, part) in zip(batches, rollouts)}
 
     @torch.no_grad()
-    def logprobs():  # {kind: (tokens,)}
-        forward = lambda part: train.forward(model, part)[0][part.completion_mask].float()  # noqa: E731
-        return {kind: torch.cat([*map(forward, parts)]) for kind, parts in kinds.items()}
+    def logprobs(parts):  # (tokens,)
+        return torch.cat([train.forward(model, part)[0][part.completion_mask].float() for part in parts])
 
-    before, old = logprobs(), copy.deepcopy(model.state_dict())
+    before, old = {kind: logprobs(parts) for kind, parts in kinds.items()}, copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
     metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
-    metrics |= train.update(model, reference, optimizer, parts)
+    metrics |= train.update(model, reference, optimizer, batches, most)
     structure, kind = monitor.worst(metrics, "structure", min)
     figures = {f"{kind} structure": structure} if kind else {}
     yield check("start", figures | shown(metrics, "logprob_gap", "kl"), refusal(metrics, model.dtype))
@@ -119,18 +117,18 @@ def run_checks(model, reference, optimizer, questions):
     )  # fmt: skip
     if metrics["broken"]:
         return
-    now = logprobs()
-    first = max(mean(grpo.kl(old, now[kind], torch.ones_like(old), "k3")) for kind, old in before.items())
+    first = max(mean(grpo.kl(b, logprobs(kinds[kind]), torch.ones_like(b), "k3")) for kind, b in before.items())
     for _ in range(UPDATES - 1):
-        train.update(model, reference, optimizer, parts)
-    paid = {kind: torch.cat([part.advantages[part.completion_mask] for part in parts]) for kind, parts in kinds.items()}
-    now = logprobs()
-    gains = {kind: mean((now[kind] - before[kind]) * paid[kind]) for kind in kinds if paid[kind].any()}
-    gain, kind = min(((gain, kind) for kind, gain in gains.items()), default=(0.0, ""))
+        train.update(model, reference, optimizer, batches, most)
+    gains = {}  # of the kinds in which some answers are better than others
+    for kind, parts in kinds.items():
+        paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
+        gains |= {f"{kind}/gain": mean((logprobs(parts) - before[kind]) * paid)} if paid.any() else {}
+    gain, kind = monitor.worst(gains, "gain", min)
     yield check(
-        "learning", {"updates": UPDATES, "KL of the first": first, f"least gain, {kind}": gain},
+        "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},
         (first > train.KL_DIVERGENCE_THRESHOLD, f"One update made a KL of {first:.4g}: lower LR={train.LR:g}."),
-        (not gain > 0, f"Better {kind} answers did not become likelier: look for a wrong sign, or lower LR={train.LR:g}."),
+        (not gain > 0, f"Better {kind} answers did not become likelier: is a sign wrong, or LR={train.LR:g} too high?"),
     )  # fmt: skip
 
 

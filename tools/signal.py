@@ -162,7 +162,7 @@ def main():
     most = train.microbatch_tokens(model, questions)
     for batch, answers in ask(model, questions):
         batch = train.add_advantages(batch, answers)
-        train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.0), train.cut([batch], most))
+        train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.0), [batch], most)
         spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
         seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
         rollouts.append((batch, answers))
