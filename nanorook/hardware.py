@@ -47,7 +47,7 @@ def bytes_of_a_token(model, keys):
 
 def microbatch_tokens(model, keys):
     """The most tokens of one microbatch, where a token attends to `keys` others at most. On CUDA as many as four
-    fifths of the free memory hold; more than 32,768 at once are not faster."""
+    fifths of the free memory hold, up to 32,768."""
     weight, parameters = model.wte.weight, sum(p.numel() for p in model.parameters())
     if not weight.is_cuda:
         return 4096

@@ -98,7 +98,7 @@ def intervals(answers):
 
 def describe_answers(answers, group_size):
     """The metrics of all the answers of a step, of which those of a group lie next to each other: over all kinds
-    ("reward"), of each ("policy/reward", "policy/legal"), and what pieces of the reward gave ("policy/earned/legal")."""
+    ("reward"), of each ("policy/reward", "policy/legal"), and what pieces of the reward gave: "policy/earned/legal"."""
     result = describe_rewards(answers, group_size) | {"reward_std": stdev(answer.grade.reward for answer in answers)}
     for kind in dict.fromkeys(answer.question.kind for answer in answers):
         some = [answer for answer in answers if answer.question.kind == kind]
