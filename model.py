@@ -250,14 +250,15 @@ class GPT(nn.Module):
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
         folder = fetch(source)
-        config, weights = read_config(folder, GPTConfig), read_weights(folder)
+        config = read_config(folder, GPTConfig)
+        # without the causal masks that old versions stored
+        weights = read_weights(folder, "transformer.", (".attn.bias", ".attn.masked_bias"))
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
         found = {}
         for name, tensor in weights.items():
-            if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks that old versions stored
-                turned = tensor.t() if name.endswith(TRANSPOSED) and tensor.ndim == 2 else tensor
-                found[name.removeprefix("transformer.")] = turned.float().contiguous()
+            turned = tensor.t() if name.endswith(TRANSPOSED) and tensor.ndim == 2 else tensor
+            found[name] = turned.float().contiguous()
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
             fail(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")

@@ -30,10 +30,10 @@ import grpo
 from model import GPT
 from nanorook import hardware, monitor, parallel, settings
 from nanorook import task as task_file
-from nanorook.run import Run, catch_signals, continuation, restore, write
+from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
-from nanorook.task import check_grades, graded, make_questions, prompt_text
+from nanorook.task import first_questions, graded, make_questions
 from rollout import microbatches, sample
 
 if __name__ == "__main__":
@@ -43,6 +43,7 @@ if __name__ == "__main__":
 TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; docs/tasks.md says what it provides")
 heading(f"The task {TASK}")
 task                    = task_file.load(TASK)
+settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; empty: the task's own start model")
@@ -88,7 +89,7 @@ heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "torch.compile the training forward; auto: on CUDA", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward of the update; bounds memory, changes nothing else; 0: 32768 on CUDA, 4096 on CPU", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward of the update; bounds memory, changes nothing else; 0: 4096 on a CPU, on CUDA by its free memory", low=0)
 NPROC                   = setting("NPROC", 1, "processes on this machine; one for each GPU", low=1)
 # fmt: on
 
@@ -143,8 +144,9 @@ def objective(logprobs, batch, normalizer, kl_coef):
     return loss, sums
 
 
-def microbatch_tokens(model):
-    return MICROBATCH_TOKENS or (32768 if model.wte.weight.is_cuda else 4096)
+def microbatch_tokens(model, questions):
+    keys = max(len(model.tokenizer.encode(q.prompt)) + task.LIMITS[q.kind] for q in questions)
+    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
 def split_by_signal(batch):
@@ -155,11 +157,12 @@ def split_by_signal(batch):
     return [(batch.select((signal == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in signal]
 
 
-def update(model, reference, optimizers, batches):
+def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step. Of the metrics loss, logprob_gap, entropy and kl are those of the
     weights before the first update, ratio_gap, clip_low and clip_high those of the last epoch; grad_norm is a mean."""
-    most = microbatch_tokens(model)
-    parts = [(part, has) for b in batches for some, has in split_by_signal(b) for part in microbatches(some, most)]
+    parts = [
+        (part, has) for b in batches for some, has in split_by_signal(b) for part in microbatches(some, most_tokens)
+    ]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
     normalizer = parallel.total(normalizer.float())
@@ -204,21 +207,6 @@ def update(model, reference, optimizers, batches):
     }
 
 
-def check_start(metrics, dtype):
-    """Refuses a run whose model does not write answers, or whose sampler, policy and reference differed before the
-    first update."""
-    if metrics.get("structure", 1.0) < 0.2:
-        fail(f"only {metrics['structure']:.0%} of the first answers have the structure of one, and {metrics['hit_limit']:.0%} "
-             f"hit their limit: if most do, raise the task's LIMITS {task.LIMITS}; else the model does not speak this "
-             "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
-    gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
-    if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
-        fail(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
-             "weights that are not finite can cause.")  # fmt: skip
-    if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
-        fail(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
-
-
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
@@ -235,7 +223,6 @@ def answer(model, questions, temperature, group_size=1):
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
     parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
     answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
-    check_grades(answers)
     order = {(question.kind, question.prompt): place for place, question in enumerate(questions)}
     return sorted(answers, key=lambda answer: order[answer.question.kind, answer.question.prompt])
 
@@ -254,21 +241,16 @@ def evaluate(model, questions, samples=0):
 
 def evaluate_and_record(run, model, questions, title):
     """One more column in the run's table of held-out skill, and its first answers of each kind; the seconds it took."""
-    clock = time.time()
+    clock = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     run.skill[title], answers = evaluate(model, questions)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
         monitor.show(task, answers)
-        with open(run.out / "samples.jsonl", "a") as log:
-            for kind in task.LIMITS:
-                for a in [a for a in answers if a.question.kind == kind][:16]:
-                    question = a.question._replace(prompt=prompt_text(a.question.prompt))
-                    row = {"step": run.step, "completion": a.text, "reward": a.grade.reward}
-                    log.write(json.dumps(row | question._asdict() | a.grade._asdict()) + "\n")
+        monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
-    return time.time() - clock
+    return time.perf_counter() - clock
 
 
 # ---- Start and loop ----------------------------------------------------------------------------------------
@@ -300,7 +282,7 @@ def start():
     run = Run(OUT_DIR)
     if lead:
         run.acquire_lock()
-        source = MODEL or task.start_model()
+        source = MODEL or task_file.start_model(task)
         run.forbid_model_inside(source)
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
@@ -309,23 +291,26 @@ def start():
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = GPT.load(source).to(device).set_compute_dtype(dtype)
+    model = GPT.load(source)
+    run.check_start_model(model, source)
+    model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None
     optimizers = make_optimizers(model)
     if resumed:
         restore(model, optimizers, *resumed)
     run.good = run.good or run.snapshot(model, optimizers)
 
-    items, held_out = task.load(DATA, model.config)
+    items, held_out = task_file.load_items(task, DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
-    make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
-    questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
+    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
+    questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
+    run.microbatch = MICROBATCH_TOKENS or run.microbatch or min(parallel.gather([microbatch_tokens(model, questions)]))
     parameters = sum(p.numel() for p in model.parameters())
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
-    parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
-        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers that end with {ends}, {device} in {str(dtype)[6:]}, {world} process(es)")  # fmt: skip
+    parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n{TASK}: {len(items)} items to train on, {len(held_out)} held out\n"
+        f"{device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens\n{settings.in_words('LR', 'SEED', 'STEPS', 'BATCH_POSITIONS', 'GROUP_SIZE')}")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good
@@ -343,41 +328,39 @@ def main():
     signals = catch_signals()
     while run.step < STEPS:
         # Questions and answers
-        step, clock = run.step, [time.time()]
+        step, clock = run.step, [time.perf_counter()]
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
         questions = make_questions(task, items, BATCH_POSITIONS, rng, model.config)
         noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
         sampler.sync_from(model)
         mine = slice(parallel.rank(), None, world)
         rollouts = list(sample(sampler, questions[mine], GROUP_SIZE, task.LIMITS, TEMPERATURE, noise[mine]))
-        clock.append(time.time())
+        clock.append(time.perf_counter())
 
         # Rewards and advantages
         rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
         answers = parallel.gather([answer for _, part in rollouts for answer in part])
         batches = [add_advantages(batch, part, GROUP_SIZE, CREDIT, f"{SEED}/{step}/") for batch, part in rollouts]
-        clock.append(time.time())
+        clock.append(time.perf_counter())
 
         # Loss, gradient, guard, optimizer
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         set_learning_rates(optimizers, factor)
         snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizers)
-        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(model, reference, optimizers, batches)
-        clock.append(time.time())
+        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(
+            model, reference, optimizers, batches, run.microbatch
+        )
+        clock.append(time.perf_counter())
         if step == 0:  # of what update() measured before its first change
-            check_grades(answers)
-            check_start(metrics, model.dtype)
+            monitor.check_start(metrics, model.dtype, task.LIMITS)
 
         # What happened
         run.step += 1
-        seconds = dict(zip(("sampling", "grading", "update"), (b - a for a, b in zip(clock, clock[1:]))))
         metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
-        metrics |= {"seconds": seconds, "tokens_per_second": metrics["tokens"] / sum(seconds.values())}
+        metrics["seconds"] = dict(zip(("sampling", "grading", "update"), (b - a for a, b in zip(clock, clock[1:]))))
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
-            past = [*past[-39:], metrics]  # as many as diagnose looks at
-            with open(run.out / "metrics.jsonl", "a") as log:
-                log.write(json.dumps(metrics) + "\n")
+            past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
             to_come = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations
             parallel.log(monitor.progress_line(past, STEPS, to_come * evaluation_seconds))
 
@@ -414,12 +397,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
-    except OSError as error:
-        fail(f"a file could not be read or written ({error}); {continuation(OUT_DIR, FRESH)}")
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-            fail(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or '32768 (on a CPU 4096)'}, GROUP_SIZE={GROUP_SIZE} or "
-                 f"the limits of new tokens {task.LIMITS}; {continuation(OUT_DIR, FRESH)}")  # fmt: skip
-        if not parallel.another_has_ended(error):
-            raise
-        fail(f"another process of this run has ended, see above; {continuation(OUT_DIR, FRESH)}")
+    except (OSError, RuntimeError) as error:
+        explain(error, task, continuation(OUT_DIR, FRESH))

@@ -51,7 +51,7 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, hea
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % (steps // 6) == 0:
+        if step % max(1, steps // 6) == 0:
             print(f"  step {step}/{steps}: loss {loss.item():.3f} nats a token", flush=True)
     model.save(folder)
     return str(folder)

@@ -1,10 +1,12 @@
 """Model folders made by others: found or downloaded, config checked, weights read without running code."""
 
+import copy
 import json
 import re
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from nanorook.settings import fail
@@ -13,6 +15,7 @@ from nanorook.tokenizer import TOKENIZER_FILES
 # Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def fetch(source):
@@ -24,22 +27,36 @@ def fetch(source):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", "model*.safetensors", *TOKENIZER_FILES]))
+        return Path(snapshot_download(source, allow_patterns=["config.json", "model*.safetensors*", *TOKENIZER_FILES]))
     except Exception as error:  # offline, unknown, private, full disk: each raises another class
         fail(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {error}")
 
 
-def read_weights(folder):
-    """All tensors by name, from one file of safetensors or several."""
-    files, weights = sorted(folder.glob("model*.safetensors")), {}
-    if not files:
-        fail(f"{folder}: there is no model.safetensors; transformers' from_pretrained and save_pretrained make one "
-             "of other formats.")  # fmt: skip
-    for file in files:
+def read_weights(folder, prefix="", ignored=()):
+    """All tensors by name without `prefix`, except those whose names end with one of `ignored`: from model.safetensors
+    or the files that an index names, as transformers chooses. What else lies there may be of another model."""
+    index, files, weights = folder / "model.safetensors.index.json", ["model.safetensors"], {}
+    try:
+        if index.exists() and not (folder / files[0]).exists():
+            files = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    except Exception as error:  # damage may show anywhere
+        fail(f"{index}: damaged, or no index of weights: {type(error).__name__} {error}")
+    for file in (folder / Path(name).name for name in files):
         try:
-            weights |= load_file(file)
+            found = load_file(file)
+        except FileNotFoundError:
+            fail(f"{folder}: there is no {file.name}; transformers' from_pretrained and save_pretrained make one "
+                 "of other formats.")  # fmt: skip
         except Exception as error:  # of safetensors, or of the disk
             fail(f"{file}: damaged or not a file of weights: {type(error).__name__} {error}")
+        for name, tensor in found.items():
+            if name.endswith(ignored):
+                continue
+            if tensor.dtype not in FLOATS or not tensor.isfinite().all():
+                fail(f"{file}: {name} ({tensor.dtype}) has to hold finite numbers of 16 bits or more, with a fraction.")
+            if (name := name.removeprefix(prefix)) in weights:
+                fail(f"{file}: {name} is there twice, with {prefix} before it and without.")
+            weights[name] = tensor
     return weights
 
 
@@ -48,13 +65,15 @@ def read_config(folder, kind):
     file, defaults = folder / "config.json", asdict(kind())
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError) as error:
+        copy.deepcopy(content)  # as the model is copied with it; what is nested too deeply shows here
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
     del defaults["extra"]
     values = {name: content.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
         least = 0 if name in ("eos_token_id", "layer_norm_epsilon") else 1
-        if type(value) is not type(defaults[name]) or not least <= value < 2**24:
+        most = 2**10 if name == "n_layer" else 2**24  # each layer is made before a tensor is found to be missing
+        if type(value) is not type(defaults[name]) or not least <= value < most:
             fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
     supported = {
         "model_type": ("gpt2",),

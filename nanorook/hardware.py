@@ -41,6 +41,28 @@ def fastest_dtype(device):
     return min(seconds, key=seconds.get)
 
 
+# Memory in training, measured on a CPU: a token keeps 38 bytes for each layer and channel in bf16 and 64 in fp32 (three
+# tensors in fp32, 13 in the dtype of the products), a number for each head and key, and its logits; in the backward
+# pass the logits have two gradients at once. Their fp32 copies, four of 2**28 numbers at most, see
+# grpo.logprobs_and_entropy. A parameter needs its gradient, AdamW's moments, and a copy each for products and sampling.
+
+
+def bytes_of_a_token(model, keys):
+    c, width = model.config, model.dtype.itemsize
+    return c.n_layer * ((12 + 13 * width) * c.n_embd + width * c.n_head * keys) + 3 * width * c.vocab_size
+
+
+def microbatch_tokens(model, keys):
+    """The most tokens of one microbatch, where a token attends to `keys` others at most. On CUDA as many as four
+    fifths of the free memory hold, up to 32,768."""
+    weight, parameters = model.wte.weight, sum(p.numel() for p in model.parameters())
+    if not weight.is_cuda:
+        return 4096
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    room = 0.8 * free - 16 * parameters - 4 * 4 * 2**28
+    return max(1, min(32768, int(room / bytes_of_a_token(model, keys))))
+
+
 def compiles(wanted, device):
     """Whether torch.compile is used; `wanted` is 0, 1 or auto: on CUDA, where there is a C compiler."""
     if wanted == "auto" and device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):

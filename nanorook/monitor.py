@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,34 +16,69 @@ from zlib import crc32
 import torch
 
 from nanorook.run import rewind
-from nanorook.settings import GIVEN, SETTINGS, values
-from nanorook.statistics import figure, known
+from nanorook.settings import GIVEN, SETTINGS, fail, values
+from nanorook.statistics import figure, interval, known
 from nanorook.task import as_sum, earned, prompt_text
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
     """The state of a step with metrics `m` after the steps `past`: what is wrong, and what to do."""
-    rewards = [row["reward"] for row in past]
-    falling = len(past) >= 40 and fmean(rewards[-20:]) < fmean(rewards[-40:-20]) - 0.05
-    alike = m["frac_zero_std"] > 0.5 and m["reward"] < 0.8  # above it most questions are solved
+    structure, malformed = worst(m, "structure", min)
+    cut_off, too_long = worst(m, "hit_limit", max)
+    highest, unpaid = worst(m, "reward_max", min)
+    unsolved = {name: value for name, value in m.items() if m.get(f"{name.split('/')[0]}/reward", 1) < 0.8}
+    alike, same = worst(unsolved, "frac_zero_std", max)
+    fall, falling = worst({k: how_far_it_fell(past, k) for k in m if k.endswith("/reward")}, "reward", max)
     for state, wrong, advice in (
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
-        ("red", m["hit_limit"] > 0.8, "most completions are cut off: raise the limit of new tokens"),
-        ("red", m.get("structure", 1) < 0.2, "completions are malformed: lower LR, and look at the samples"),
-        ("red", m["reward_max"] < 0, "every reward is negative: nothing can be learnt from this batch"),
-        ("yellow", alike, "most groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
+        ("red", cut_off > 0.8, f"most {too_long} answers are cut off: raise their limit of new tokens"),
+        ("red", structure < 0.2, f"most {malformed} answers are malformed: lower LR, and look at the samples"),
+        ("red", highest < 0, f"every {unpaid} reward is negative: nothing can be learnt from these answers"),
+        ("yellow", alike > 0.5, f"most {same} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
-        ("yellow", m["hit_limit"] > 0.2, "many completions are cut off: raise the limit of new tokens"),
-        ("yellow", m.get("structure", 1) < 0.8, "many completions are malformed: the reward will teach form first"),
+        ("yellow", cut_off > 0.2, f"many {too_long} answers are cut off: raise their limit of new tokens"),
+        ("yellow", structure < 0.8, f"many {malformed} answers are malformed: the reward will teach form first"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
-        ("yellow", falling, "the reward falls: lower LR or raise KL_COEF"),
+        ("yellow", fall > 0.05, f"the {falling} reward falls: lower LR or raise KL_COEF"),
     ):
         if wrong:
             return {"state": state, "advice": advice}
     return {"state": "green", "advice": ""}
+
+
+def check_start(metrics, dtype, limits):
+    """Refuses a run whose model does not write answers, or whose sampler, policy and reference differed before the
+    first update."""
+    structure, kind = worst(metrics, "structure", min)
+    if structure < 0.2:
+        fail(f"only {structure:.0%} of the first {kind} answers have the structure of one, and "
+             f"{metrics[f'{kind}/hit_limit']:.0%} hit their limit: if most do, raise the task's LIMITS {limits}; else the model does not speak this "
+             "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
+    gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
+    if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
+        fail(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
+             "weights that are not finite can cause.")  # fmt: skip
+    if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
+        fail(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
+
+
+def worst(m, name, pick):
+    """(value, kind) of a metric where it is worst, by `pick` min or max: a mean over kinds would hide a broken kind.
+    Where no kind has the metric the value is NaN, of which no comparison is true."""
+    kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
+    return pick(kinds, default=(math.nan, ""))
+
+
+def how_far_it_fell(past, name):
+    """A metric's mean over the last 20 steps against the 20 before, as far as chance does not explain it."""
+    older, newer = ([row[name] for row in part if name in row] for part in (past[-40:-20], past[-20:]))
+    if len(past) < 40 or not older or not newer:
+        return 0.0
+    (before, half), (after, other_half) = interval(older), interval(newer)
+    return before - after if before - after > half + other_half else 0.0
 
 
 def figures(answers):
@@ -77,24 +111,35 @@ def pass_rates(answers, n):
 
 
 def describe_answers(answers, group_size):
-    """The metrics of all the answers of a step, of which those of a group lie next to each other: "policy/legal", what
-    pieces of the reward gave ("policy/earned/legal"), and "structure" over all kinds."""
+    """The metrics of all the answers of a step, of which those of a group lie next to each other: over all kinds
+    ("reward"), of each ("policy/reward", "policy/legal"), and what pieces of the reward gave: "policy/earned/legal"."""
+    result = describe_rewards(answers, group_size) | {"reward_std": stdev(answer.grade.reward for answer in answers)}
+    for kind in dict.fromkeys(answer.question.kind for answer in answers):
+        some = [answer for answer in answers if answer.question.kind == kind]
+        result |= {f"{kind}/{name}": value for name, value in describe_rewards(some, group_size).items()}
+        pieces = earned(piece for answer in some for piece in answer.grade.pieces)
+        result |= {f"{kind}/earned/{name}": value / len(some) for name, value in pieces.items()}
+    means = {name: fmean([v for v in values if v is not None]) for name, values in figures(answers).items()}
+    return result | {name.replace(" ", "/"): mean for name, mean in means.items()}
+
+
+def describe_rewards(answers, group_size):
     rewards = [answer.grade.reward for answer in answers]
     groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
-    result = {
+    return {
         "reward": fmean(rewards),
-        "reward_std": stdev(rewards),
         "reward_max": max(rewards),
         "frac_zero_std": fmean(max(group) - min(group) <= 1e-6 for group in groups),
         "hit_limit": fmean(answer.hit_limit for answer in answers),
     }
-    found = {name: [v for v in values if v is not None] for name, values in figures(answers).items()}
-    for kind, count in Counter(answer.question.kind for answer in answers).items():
-        pieces = [piece for answer in answers if answer.question.kind == kind for piece in answer.grade.pieces]
-        result |= {f"{kind}/earned/{name}": value / count for name, value in earned(pieces).items()}
-    if structure := sum((values for name, values in found.items() if name.endswith(" structure")), []):
-        result["structure"] = fmean(structure)
-    return result | {name.replace(" ", "/"): fmean(values) for name, values in found.items()}
+
+
+def log_step(file, past, metrics):
+    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on."""
+    metrics["tokens_per_second"] = metrics["tokens"] / sum(metrics["seconds"].values())
+    with open(file, "a") as log:
+        log.write(json.dumps(metrics) + "\n")
+    return [*past[-39:], metrics]
 
 
 def progress_line(past, steps, evaluation_seconds):
@@ -119,6 +164,16 @@ def show(task, answers):
     for which, answer in (("worst", ordered[0]), ("best", ordered[-1])):
         print(f"  {which} of {len(ordered)}: {printable(prompt_text(answer.question.prompt).strip())}")
         show_answer(task, answer)
+
+
+def write_samples(file, step, answers, count=16):
+    """Adds the first answers of each kind of question to samples.jsonl, with their grades."""
+    with open(file, "a") as log:
+        for kind in dict.fromkeys(answer.question.kind for answer in answers):
+            for a in [a for a in answers if a.question.kind == kind][:count]:
+                question = a.question._replace(prompt=prompt_text(a.question.prompt))
+                row = {"step": step, "completion": a.text, "reward": a.grade.reward}
+                log.write(json.dumps(row | question._asdict() | a.grade._asdict()) + "\n")
 
 
 def show_answer(task, answer, title=""):
@@ -158,4 +213,4 @@ def open_log(run, model, questions):
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about))
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)
-    return rewind(run.out / "metrics.jsonl", step)
+    return rewind(run.out / "metrics.jsonl", step, "seconds")

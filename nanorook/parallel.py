@@ -5,6 +5,7 @@ NPROC=2 starts them on this machine. torchrun, across machines, starts them itse
 
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,16 +32,23 @@ def log(text):
 
 def start(device, processes):
     """Joins the other processes, or starts them first; returns this one's device."""
-    if processes > 1 and "RANK" not in os.environ:
+    if processes > 1 and not launched():
         launch(processes)
     if device.type == "cuda":
-        device = hardware.choose_device(f"cuda:{os.environ.get('LOCAL_RANK', device.index or 0)}")
+        index = os.environ["LOCAL_RANK"] if launched() else device.index or 0
+        device = hardware.choose_device(f"cuda:{index}")
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        if device.type == "cpu":  # torchrun gives each process one thread
+    if launched():
+        if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or dist.is_torchelastic_launched()):
+            # torchrun gives each process one thread
             torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def launched():
+    """Whether the environment names the others. RANK alone may be another program's."""
+    return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def launch(processes):
@@ -50,6 +58,7 @@ def launch(processes):
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     os.environ.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the usual way to die skips atexit
     for rank in reversed(range(processes)):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # as torchrun would set them
         if rank > 0:

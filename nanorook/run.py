@@ -6,6 +6,7 @@ not at all; the two newest are kept, and the one with the best evaluation.
 
 import copy
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from io import BytesIO
 from pathlib import Path
 from zipfile import ZipFile
@@ -21,6 +23,7 @@ import torch
 
 from nanorook import parallel, settings
 from nanorook.settings import fail
+from nanorook.task import raised_by
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()  # by a run
@@ -32,7 +35,9 @@ class Run:
         self.out = Path(out)
         self.step = 0  # steps that were made
         self.dtype = ""  # of the matrix products, measured once: another process or day might measure otherwise
-        self.skill = {}  # {"before": {figure: [value for each question]}, "step 40": ..., "after": ...}
+        self.microbatch = 0  # most tokens of one, likewise
+        self.start_hash = ""  # of the start model's weights
+        self.skill = {}  # {"before": {figure: (mean, half-width, values of the questions)}, "step 40": ..., "after": ...}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
         self.lr_factor = 1.0  # lowered each time that the run goes back
         self.skipped_in_a_row = 0
@@ -56,6 +61,16 @@ class Run:
         if Path(source).resolve().is_relative_to(self.out.resolve()):
             fail(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
+    def check_start_model(self, model, source):
+        """The model that the run began with is the reference of its KL; a folder's content may have changed since."""
+        sha = hashlib.sha256()
+        for tensor in model.state_dict().values():
+            sha.update(tensor.numpy())
+        if self.start_hash not in ("", sha.hexdigest()):
+            fail(f"the weights in {source} are not those that the run in {self.out} began with; put them back, name "
+                 "another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
+        self.start_hash = sha.hexdigest()
+
     def found(self):
         """What a run has made; where no run has been, a `model` is somebody's."""
         return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
@@ -75,7 +90,6 @@ class Run:
                 if bad := ZipFile(folder / "trainer.pt").testzip():  # torch.load does not check the sums
                     raise ValueError(bad)
                 saved = torch.load(folder / "trainer.pt", "cpu", weights_only=True)
-                vars(self).update({name: saved[name] for name in self.kept})
                 break
             except Exception as error:  # a damaged pickle may raise anything
                 parallel.log(f"{folder} is damaged ({type(error).__name__}), so the checkpoint before it is used.")
@@ -83,6 +97,9 @@ class Run:
             if folders:
                 fail(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
             return None
+        if not saved.keys() >= {*self.kept}:
+            fail(f"the run in {self.out} was begun by an older version of this program; start over with FRESH=1.")
+        vars(self).update({name: saved[name] for name in self.kept})
         settings.check_resumed(saved["settings"], parallel.log)
         finished = self.step == steps and "after" in self.skill and (self.out / "model").exists()
         if finished or self.step > steps:
@@ -141,6 +158,21 @@ def continuation(out, fresh):
     return f"{command} goes on from {newest}." if newest else "the same command starts again."
 
 
+def explain(error, task, continuation):
+    """Ends a run with a sentence on an error that no code of it has handled; what is a bug keeps its traceback."""
+    if raised_by(task, error):
+        traceback.print_exception(error)
+        fail(f"this error came from the task, {task.__file__}; {continuation}")
+    if isinstance(error, OSError):
+        fail(f"a file could not be read or written ({error}); {continuation}")
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
+        fail(f"out of memory: set MICROBATCH_TOKENS below the number told at the start, or lower GROUP_SIZE or the "
+             f"limits of new tokens {task.LIMITS}; {continuation}")  # fmt: skip
+    if not parallel.another_has_ended(error):
+        raise error
+    fail(f"another process of this run has ended, see above; {continuation}")
+
+
 def restore(model, optimizers, weights, moments):
     model.load_state_dict(weights)
     for optimizer, state in zip(optimizers, moments, strict=True):
@@ -163,15 +195,19 @@ def write(path, text):
     os.replace(part, path)
 
 
-def rewind(file, step):
+def rewind(file, step, *needed):
     """Cuts a file of JSON lines back to `step` and returns them; a killed run may have written more, or half a line."""
     rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+            [row[name] for name in needed]
+            if row["step"] > step:
+                break
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            print(f"{file}: line {number} is damaged; it and those after it are left out.", flush=True)
             break
-    rows = [row for row in rows if row["step"] <= step]
     write(file, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 

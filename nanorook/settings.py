@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 SETTINGS = {}  # name -> (default, meaning, value)
+OWN = {}  # name -> the default that the program itself has
 GIVEN = {"arguments": {}, "environment": {}, "run": {}, "defaults": {}}  # what settings are read from
 HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
@@ -42,13 +43,18 @@ def read_run():
             break
 
 
+def take_defaults(defaults):
+    """A task's: from now on they are the defaults of the settings that they name."""
+    GIVEN["defaults"] = defaults
+
+
 def heading(title):
     """The settings that follow stand under this heading in --help."""
     HEADINGS[len(SETTINGS)] = title
 
 
 def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
-    kind, default = type(default), as_text(GIVEN["defaults"].get(name, default))
+    kind, own, default = type(default), as_text(default), as_text(GIVEN["defaults"].get(name, default))
     sources = GIVEN["arguments"], GIVEN["environment"], GIVEN["run"]
     text = next((source[name] for source in sources if name in source), default)
     if kind is bool:
@@ -59,6 +65,7 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         fail(f"{name}={error}")
     if one_of is not None and value not in one_of:
         fail(f"{name}={value} is not one of {', '.join(one_of)}.")
+    OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
 
@@ -117,6 +124,12 @@ def finish(program="./train.sh", arguments=None):
 
 def values():
     return {name: value for name, (_, _, value) in SETTINGS.items()}
+
+
+def in_words(*always):
+    """Some settings, and all others that differ from what the program itself has, as NAME=value."""
+    changed = [name for name, value in values().items() if as_text(value) != OWN[name] and name not in always]
+    return " ".join(f"{name}={values()[name]}" for name in (*always, *changed))
 
 
 def check_resumed(old, log):

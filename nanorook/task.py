@@ -1,24 +1,30 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file.
 
-`Task` is what such a file provides; `load`, `make_questions` and `check_grades` hold it against that, so that a mistake
+`Task` is what such a file provides. The functions below it call the task and check what it returns, so that a mistake
 ends in a sentence. docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
 """
 
+import copy
 import importlib.util
+import inspect
 import json
 import math
+import pickle
+import random
 import re
 import sys
+import traceback
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
-from nanorook.settings import GIVEN, fail
+from nanorook.settings import fail
 from nanorook.tokenizer import Special
 
 ROOT = Path(__file__).parent.parent
+TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit"  # metrics that each kind of question has anyway
 
 
 class Question(NamedTuple):
@@ -77,8 +83,7 @@ def prompt_ids(prompt, tokenizer):
 
 
 def load(file) -> Task:
-    """The module of a task file, by its path from here or from the project's folder; its DEFAULTS replace those of the
-    settings that follow."""
+    """The module of a task file, by its path from here or from the project's folder."""
     paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
     path = next(paths, None) or fail(f"TASK={file}: there is no such Python file.")
     for module in list(sys.modules.values()):  # a program may have imported it already
@@ -92,29 +97,72 @@ def load(file) -> Task:
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
         if not hasattr(module, name):
             fail(f"TASK={file} has no {name}; nanorook/task.py says what a task file provides.")
+        if name in ("DEFAULTS", "LIMITS"):
+            if not isinstance(getattr(module, name), dict):
+                fail(f"TASK={file}: {name} has to be a dict, as nanorook/task.py says.")
+            continue
+        parameters = [*inspect.signature(getattr(Task, name)).parameters][1:]  # without self
+        try:
+            inspect.signature(getattr(module, name)).bind(*parameters)
+        except TypeError as error:
+            fail(f"TASK={file}: {name} has to be a function of ({', '.join(parameters)}): {error}.")
     for kind, limit in module.LIMITS.items():
-        if not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
+        if type(kind) is not str or not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
             fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind is one word, its limit at least 1 token.")
-    GIVEN["defaults"] = module.DEFAULTS
     return module
 
 
+def start_model(task):
+    source = task.start_model()
+    if not source or not isinstance(source, str | Path):
+        fail(f"the task's start_model returned {source!r}; it has to return the folder of a model.")
+    return str(source)
+
+
+# A resumed run calls the task anew. So what it draws from the global random module is decided by the call alone, and
+# it gets a list of its own, which it may shuffle.
+
+
+def load_items(task, source, config):
+    """The task's (training items, held-out items)."""
+    random.seed(0)
+    match found := task.load(source, config):
+        case [list() | tuple() as items, list() | tuple() as held_out]:
+            return items, held_out
+    fail(f"the task's load returned {found!r:.80}; it has to return two lists, (training items, held-out items).")
+
+
 def make_questions(task, items, count, rng, config):
-    """The task's questions, held against the contract."""
-    questions = task.make_questions(items, count, rng, config)
-    if len(questions) != count:
-        fail(f"the task's make_questions returned {len(questions)} questions where {count} were asked for.")
+    """The task's questions, checked against the contract."""
+    random.seed(copy.copy(rng).random())
+    questions = task.make_questions(list(items), count, rng, config)
+    found = len(questions) if isinstance(questions, list | tuple) else "no list of"
+    if found != count:
+        fail(f"the task's make_questions returned {found} questions where {count} were asked for.")
     return checked(task, questions)
 
 
+def first_questions(task, items, count, rng, config):
+    """The same, and a check for which later steps have no time: whether the items are afterwards what they were."""
+    before = pickle.dumps(items)
+    questions = make_questions(task, items, count, rng, config)
+    if pickle.dumps(items) != before:
+        fail("the task's make_questions changes its items, so a resumed run would ask other questions: change a copy.")
+    return questions
+
+
 def checked(task, questions):
+    stops = {}  # of each kind
     for question in questions:
         prompt, stop = question[1::2] if isinstance(question, Question) else (None, None)
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
-        if not all(isinstance(text, str) for text in (*pieces, stop)) or not any(pieces):
-            fail(f"the task returned {question!r:.80}, which is no Question with a prompt and a `stop` of text.")
+        if not all(isinstance(text, str) for text in (question[0], *pieces, stop)) or not any(pieces):
+            fail(f"the task returned {question!r:.80}: expected a Question with a kind, a prompt and a `stop` of text.")
         if question.kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
+        if stops.setdefault(question.kind, question.stop) != question.stop:
+            fail(f"the task's {question.kind} questions have different stops, {stops[question.kind]!r} and "
+                 f"{question.stop!r}; give them one, or two kinds.")  # fmt: skip
         try:
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
@@ -123,7 +171,23 @@ def checked(task, questions):
 
 
 def graded(task, answers):
-    return [a._replace(grade=task.grade(a.question, a.text, a.hit_limit)) for a in answers]
+    """The answers with their grades, each of which keeps to the contract."""
+
+    def truths():
+        return repr({id(answer.question): answer.question.truth for answer in answers})
+
+    before, result = truths(), []
+    for answer in answers:
+        random.seed(answer.text)
+        grade = task.grade(answer.question, answer.text, answer.hit_limit)
+        if wrong := wrong_grade(grade, answer.text):
+            asked = prompt_text(answer.question.prompt)
+            fail(f"the task's grade, of the answer {answer.text!r:.60} to {asked!r:.60}: {wrong}")
+        result.append(answer._replace(grade=grade))
+    if truths() != before:
+        fail("the task's grade changes the truth of its question, and with it what the next answer is worth: "
+             "change a copy.")  # fmt: skip
+    return result
 
 
 def shuffled(answers, group_size, seed):
@@ -132,16 +196,14 @@ def shuffled(answers, group_size, seed):
     noise of its run, and on average no gradient: whatever it gains, no reward has taught. An answer may keep its own
     values; if none did, each would be paid against what it earned. The prompt and `seed` decide, so that it does not
     matter which process has the group."""
-    orders = [Random(seed + a.question.prompt).sample(range(group_size), group_size) for a in answers[::group_size]]
+    seeds = [f"{seed}{prompt_text(answer.question.prompt)}" for answer in answers[::group_size]]
+    orders = [Random(seed).sample(range(group_size), group_size) for seed in seeds]
     return [group * group_size + place for group, order in enumerate(orders) for place in order]
 
 
-def check_grades(answers):
-    """Holds grades against the contract: an evaluation's, of which the first comes before the first step."""
-    for answer in answers:
-        if wrong := wrong_grade(answer.grade, answer.text):
-            asked = prompt_text(answer.question.prompt)
-            fail(f"the task's grade, of the answer {answer.text!r:.60} to {asked!r:.60}: {wrong}")
+def raised_by(task, error):
+    """Whether the task's own code raised it, or called what did."""
+    return any(frame.f_globals is vars(task) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def wrong_grade(grade, text):
@@ -162,8 +224,10 @@ def wrong_grade(grade, text):
                 case _:
                     return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
     for name, value in grade.metrics.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or " " in str(name) or name == "reward":
-            return f"the metric {name!r} is {value!r}; it has to be one word, not `reward`, with a number."
+        if type(name) is not str or not name or " " in name or "/" in name or name in TAKEN:
+            return f"the metric {name!r} needs a name of one word without /, and none of {', '.join(TAKEN)}."
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            return f"the metric {name!r} is {value!r}; it has to be a finite number."
     return ""
 
 

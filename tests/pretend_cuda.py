@@ -189,9 +189,10 @@ def set_device(device):
 
 
 @contextlib.contextmanager
-def on(monkeypatch, capability=(9, 0), devices=2):
+def on(monkeypatch, capability=(9, 0), devices=2, free=70e9):
     NOW.device, NOW.graph, NOW.ambient, NOW.seen = 0, None, CPU, SimpleNamespace(waits=[], captures=[])
     fakes = dict(is_available=True, device_count=devices, get_device_capability=capability)
+    fakes |= dict(mem_get_info=(free, free))
     fakes = {name: lambda *args, answer=answer: answer for name, answer in fakes.items()}
     fakes |= dict(get_device_name=lambda device: "pretended GPU", current_device=lambda: NOW.device)
     fakes |= dict(set_device=set_device, device=current, CUDAGraph=Graph, graph=capturing)

@@ -8,10 +8,10 @@ import torch
 import pretend_cuda
 import toy
 import train
-from model import GPT
+from model import GPT, GPTConfig
 from nanorook import hardware, parallel
 from nanorook.run import Run
-from rollout import generate
+from rollout import Batch, generate
 
 
 @pytest.fixture
@@ -118,7 +118,8 @@ def test_a_process_works_on_the_gpu_that_is_asked_for_or_its_own(gpu, monkeypatc
     with pytest.raises(SystemExit, match="no device cuda:2 to train on"):
         parallel.start(torch.device("cuda:2"), 1)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
-    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    told = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (told | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     assert str(parallel.start(torch.device("cuda"), 4)) == "cuda:1" and torch.cuda.current_device() == 1
 
@@ -142,6 +143,55 @@ def test_what_is_automatic_follows_the_device(monkeypatch, toy_settings, capsys,
         assert hardware.compiles("auto", hardware.choose_device(device)) == (device == "cuda" and gcc)
         assert ("apt install gcc" in capsys.readouterr().out) == (not gcc)
         model = toy.model().to(device)
-        assert train.microbatch_tokens(model) == (32768 if device == "cuda" else 4096)
+        assert train.microbatch_tokens(model, toy.questions()) == (32768 if device == "cuda" else 4096)
         fastest = torch.bfloat16 if major >= 8 else torch.float32  # older cards only emulate bf16
         assert device == "cpu" or hardware.fastest_dtype(torch.device("cuda:0")) == fastest
+
+
+SIZES = {"124M": GPTConfig(), "embedded": GPTConfig(257, 384, 256, 6, 8)}
+FREE = [("124M", 22e9, 10000, 20000), ("124M", 79e9, 32768, 32768), ("embedded", 7.5e9, 16000, 32768)]
+
+
+@pytest.mark.parametrize("name, free, least, most", FREE)
+def test_microbatches_fit_the_free_memory_of_a_gpu(monkeypatch, toy_settings, name, free, least, most):
+    """Of 24, 80 and 8 GB, without what its libraries and the model take."""
+    with torch.device("meta"):
+        model = GPT(SIZES[name]).set_compute_dtype(torch.bfloat16)
+    parameters = sum(p.numel() for p in model.parameters())
+    with pretend_cuda.on(monkeypatch, free=free):
+        model.to_empty(device="cuda")
+        tokens = hardware.microbatch_tokens(model, 200)
+        model.tokenizer = toy.model().tokenizer
+        toy_settings(MICROBATCH_TOKENS=50_000)
+        assert train.microbatch_tokens(model, toy.questions()) == 50_000
+    assert least <= tokens <= most
+    assert tokens * hardware.bytes_of_a_token(model, 200) + 16 * parameters + 16 * 2**28 < 0.81 * free
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [SIZES["embedded"], GPTConfig(5000, 384, 192, 3, 3)], ids=["embedded", "other"])
+def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(config, dtype, toy_settings):
+    """Without the two gradients of its logits. Counted are all tensors kept for the backward pass but the weights."""
+    model = GPT(config).set_compute_dtype(dtype)
+
+    def count(B, G=8, P=60, T=40):
+        prompts, tokens = torch.ones(B, P, dtype=torch.long), torch.ones(B * G, T, dtype=torch.long)
+        batch, found = Batch(prompts, torch.full((B,), P), tokens, tokens > 0, None, None), {}
+        pack = lambda x: found.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            result = train.forward(model, batch)
+        return sum(found.values()), B * (P + G * T), result
+
+    (one, fewer, _), (two, more, _) = count(1), count(2)
+    expected = hardware.bytes_of_a_token(model, 100) - 2 * dtype.itemsize * config.vocab_size
+    assert 0.85 < (two - one) / (more - fewer) / expected < 1.02
+
+
+def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
+    cuts, update = [], train.update
+    monkeypatch.setattr(train, "update", lambda *args: cuts.append(args[-1]) or update(*args))
+    for steps, most in ((1, 77), (2, 99)):
+        monkeypatch.setattr(hardware, "microbatch_tokens", lambda *_, most=most: most)
+        toy_run(STEPS=steps)
+    toy_run(STEPS=3, MICROBATCH_TOKENS=55)
+    assert cuts == [77, 77, 55] and capsys.readouterr().out.count("microbatches of 77 tokens") == 2

@@ -1,4 +1,6 @@
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from model import GPTConfig
 from nanorook.folder import fetch, read_config, read_weights
 
 SIZES = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4}
-WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5), "c.bias": torch.ones(2, dtype=torch.bfloat16)}
+WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5.0), "c.bias": torch.ones(2, dtype=torch.bfloat16)}
 
 
 def refused(function, *arguments):
@@ -30,27 +32,55 @@ BAD_CONFIGS = {
     "n_layer is '3', which no GPT-2 has": {"n_layer": "3"},
     "n_layer is 0, which no GPT-2 has": {"n_layer": 0},
     "n_embd 48 is no multiple of n_head 7": {"n_head": 7},
-    "expected a JSON object": [1],
+    "n_layer is 8388608, which no GPT-2 has": {"n_layer": 2**23},
+    "expected a JSON object, in a folder as transformers saves it (": [1],
+    "expected a JSON object, in a folder as transformers saves it (maximum recursion depth": "deep",
 }
 
 
 @pytest.mark.parametrize("reason", BAD_CONFIGS)
 def test_an_unsupported_config_is_refused(tmp_path, reason):
     bad = BAD_CONFIGS[reason]
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | bad if isinstance(bad, dict) else bad))
+    text = (
+        '{"a":' * 700 + "1" + "}" * 700 if bad == "deep" else json.dumps(SIZES | bad if isinstance(bad, dict) else bad)
+    )
+    (tmp_path / "config.json").write_text(text)
     assert refused(read_config, tmp_path, GPTConfig).startswith(f"{tmp_path}/config.json: {reason}")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_weights_are_read_from_one_file_or_several_and_damage_is_named(tmp_path, shards):
     assert refused(read_weights, tmp_path).startswith(f"{tmp_path}: there is no model.safetensors; transformers'")
+    files = {}
     for i in range(shards):
-        save_file(dict(list(WEIGHTS.items())[i::shards]), last := tmp_path / f"model-{i}.safetensors")
+        files[f"model-{i}.safetensors" if shards > 1 else "model.safetensors"] = list(WEIGHTS)[i::shards]
+    for name, tensors in files.items():
+        save_file({tensor: WEIGHTS[tensor] for tensor in tensors}, last := tmp_path / name)
+    index = {"weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a.weight": torch.zeros(3, 4)}, tmp_path / "model_old.safetensors")  # which nobody names
     weights = read_weights(tmp_path)
     assert weights.keys() == WEIGHTS.keys()
     assert all(weights[name].dtype == t.dtype and torch.equal(weights[name], t) for name, t in WEIGHTS.items())
     last.write_bytes(last.read_bytes()[:-8])
     assert refused(read_weights, tmp_path).startswith(f"{last}: damaged")
+
+
+BAD_WEIGHTS = {  # tensors, and what is said
+    "int8": ({"a": torch.ones(2, dtype=torch.int8)}, "a .torch.int8. has to hold finite numbers of 16 bits or more"),
+    "NaN": ({"a": torch.tensor([1.0, math.nan])}, "a .torch.float32. has to hold finite numbers"),
+    "twice": ({"a": torch.ones(2), "gpt.a": torch.zeros(2)}, "a is there twice, with gpt. before it and without"),
+    "no index": ({}, "model.safetensors.index.json: damaged, or no index of weights"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_WEIGHTS)
+def test_weights_that_cannot_be_trained_are_refused(tmp_path, what):
+    tensors, sentence = BAD_WEIGHTS[what]
+    if tensors:
+        save_file(tensors | {"mask": torch.zeros(2, dtype=torch.bool)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("[]")  # of use only where there is no model.safetensors
+    assert re.search(sentence, refused(read_weights, tmp_path, "gpt.", ("mask",)))
 
 
 @pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c"])

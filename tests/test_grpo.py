@@ -277,7 +277,7 @@ def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_se
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
     answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
     batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers, train.GROUP_SIZE, train.CREDIT)
-    train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [batch])
+    train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [batch], 10**6)
     better, worse, _ = (train.forward(policy, batch, train.TEMPERATURE)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4
 
@@ -336,10 +336,9 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
         train, "forward", lambda model, part, t: rows.append(len(part.tokens)) or forward(model, part, t)
     )
     for most, largest in (1, {train.GROUP_SIZE}), (70, range(train.GROUP_SIZE + 1, whole)), (10**6, {whole}):
-        toy_settings(MICROBATCH_TOKENS=most)
         model = copy.deepcopy(start)
         rows.clear()
-        metrics = train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.5)], batches)
+        metrics = train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.5)], batches, most)
         results.append((metrics, list(model.parameters())))
         assert max(rows) in largest
     (expected, weights), *others = results
@@ -364,7 +363,7 @@ def test_groups_without_signal_leave_the_update_and_nothing_else(loss, toy_setti
         monkeypatch.setattr(train, "split_by_signal", split)
         model = copy.deepcopy(start)
         graded.clear()
-        metrics = train.update(model, None, [torch.optim.SGD(model.parameters(), lr=0.5)], batches)
+        metrics = train.update(model, None, [torch.optim.SGD(model.parameters(), lr=0.5)], batches, 10**6)
         results.append((metrics, list(model.parameters()), sum(graded)))
     (expected, weights, whole), (metrics, parameters, rest) = results
     paid = sum((len(batch.prompts) // 2) * train.GROUP_SIZE for batch in batches)
@@ -377,9 +376,9 @@ def test_a_step_without_signal_makes_no_update_and_is_sound(toy_settings):
     toy_settings(KL_COEF=0.0)
     model, [batch] = toy.model(), toy.batches(toy.model(), [q for q in toy.questions(8) if q.kind == "long"])
     optimizers = train.make_optimizers(model)
-    assert train.update(model, None, optimizers, [batch])["grad_norm"] > 0
+    assert train.update(model, None, optimizers, [batch], 10**6)["grad_norm"] > 0
     before = copy.deepcopy(list(model.parameters()))  # and the optimizer has momentum
-    metrics = train.update(model, None, optimizers, [batch._replace(advantages=0 * batch.advantages)])
+    metrics = train.update(model, None, optimizers, [batch._replace(advantages=0 * batch.advantages)], 10**6)
     assert all(map(torch.equal, model.parameters(), before))
     assert (metrics["grad_norm"], metrics["skipped"], metrics["broken"]) == (0, 0, False) and metrics["entropy"] > 0
 

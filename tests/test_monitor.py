@@ -7,8 +7,10 @@ from nanorook import monitor
 from nanorook.task import Grade
 from rollout import Answer
 
-HEALTHY = dict(broken=False, skipped=0, kl=0, hit_limit=0, reward_max=1, frac_zero_std=0, grad_norm=1, reward=0.5)
-HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0, structure=1.0)
+HEALTHY = dict(broken=False, skipped=0, kl=0, frac_zero_std=0, grad_norm=1, reward=0.5)
+HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0)
+KIND = dict(hit_limit=0, reward_max=1, frac_zero_std=0, reward=0.5, structure=1.0)
+HEALTHY |= {f"{kind}/{name}": value for kind in "ab" for name, value in KIND.items()}
 
 
 def test_metrics_are_means_over_the_answers_of_a_kind():
@@ -21,10 +23,11 @@ def test_metrics_are_means_over_the_answers_of_a_kind():
 
 
 STATES = {
-    "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"structure": 0.1}, {"hit_limit": 0.9}, {"reward_max": -1}],
-    "yellow": [{"frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"reward": 0.1}]  # the last one falls
-    + [{"hit_limit": 0.3}, {"structure": 0.5}, {"grad_norm": 11}],
-    "green": [{}, {"frac_zero_std": 0.6, "reward": 0.9}],  # most questions are solved
+    "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"b/structure": 0.1}, {"b/hit_limit": 0.9}]
+    + [{"b/reward_max": -1}],
+    "yellow": [{"b/frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"b/reward": 0.1}]  # it falls
+    + [{"b/hit_limit": 0.3}, {"b/structure": 0.5}, {"grad_norm": 11}],
+    "green": [{}, {"b/frac_zero_std": 0.6, "b/reward": 0.9}],  # most questions are solved
 }
 
 
@@ -43,6 +46,7 @@ def test_a_step_is_diagnosed(state):
         past = [HEALTHY] * 20 + [HEALTHY | change] * 20
         found = monitor.diagnose(HEALTHY | change, past, kl_threshold=1.0, max_grad_norm=1.0)
         assert found["state"] == state and bool(found["advice"]) == (state != "green"), change
+        assert (" b " in found["advice"]) == any(name.startswith("b/") for name in change if state != "green"), found
 
 
 def test_a_step_is_one_line():

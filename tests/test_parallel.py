@@ -80,7 +80,10 @@ def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, t
 
 
 def test_where_one_runs_out_of_memory_all_end(two):
-    for sentence in ("out of memory: lower MICROBATCH_TOKENS=32768", "another process of this run has ended"):
+    for sentence in (
+        "out of memory: set MICROBATCH_TOKENS below the number told at the start",
+        "another process of this run has ended",
+    ):
         assert re.search(f"^error: {sentence}.*; the same command starts again.$", two[2], re.MULTILINE)
     assert "Traceback" not in two[2]
 
@@ -89,6 +92,40 @@ def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_r
     monkeypatch.setattr(parallel, "gather", lambda items: [*items, 5])  # another one is at step 5
     with pytest.raises(SystemExit, match="has to be a folder that all machines share"):
         toy_run()
+
+
+@pytest.mark.parametrize("told, threads", [((), ()), (("TORCHELASTIC_RUN_ID",), (1,))])
+def test_a_rank_alone_is_another_programs_and_a_number_of_threads_is_kept(told, threads, monkeypatch):
+    joined, chosen = [], []
+    monkeypatch.setattr(parallel, "launch", lambda processes: joined.append(processes))
+    monkeypatch.setattr(torch.distributed, "init_process_group", joined.append)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "5")
+    parallel.start(torch.device("cpu"), 1)
+    assert joined == [] == chosen
+    parallel.start(torch.device("cpu"), 2)
+    assert joined == [2]
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", *told):
+        monkeypatch.setenv(name, "2")
+    parallel.start(torch.device("cpu"), 2)
+    assert joined == [2, "gloo"] and chosen == list(threads)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_before_its_first_step_leaves_no_process(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("import os, time\nfrom nanorook import parallel\n"
+                    "if 'RANK' not in os.environ:\n    parallel.launch(2)\n    print('ready', flush=True)\n"
+                    "time.sleep(100)\n")  # fmt: skip
+    process = subprocess.Popen([sys.executable, file], env=ENVIRONMENT, stdout=-1, text=True)
+    assert process.stdout.readline() == "ready\n"
+    other = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{other}").exists() or "State:\tZ" in Path(f"/proc/{other}/status").read_text()
 
 
 def start(out, model, launcher=(), **changes):

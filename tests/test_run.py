@@ -1,5 +1,6 @@
 import builtins
 import errno
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import torch
 
 import toy
 import train
-from model import GPT
+from model import GPT, GPTConfig
 from nanorook import monitor
 from nanorook.run import STEP, Run, catch_signals, continuation, rewind
 
@@ -90,6 +91,40 @@ def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
         file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "y"')
         assert [row["step"] for row in rewind(file, step)] == [1, 2, 3][:step]
         assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3][:step]
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\x00", b"[1]", b"7", b"null", b"{}", b'{"step": "x", "seconds": {}}', b'{"step": 2}']
+)
+def test_a_damaged_log_is_cut_and_said(line, tmp_path, capsys):
+    file, row = tmp_path / "metrics.jsonl", b'{"step": 1, "seconds": {}}'
+    file.write_bytes(b"\n".join([row, line, row]))
+    assert [row["step"] for row in rewind(file, 5, "seconds")] == [1] and len(file.read_text().splitlines()) == 1
+    assert capsys.readouterr().out == f"{file}: line 2 is damaged; it and those after it are left out.\n"
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_a_run_goes_on_only_with_the_start_model_that_it_began_with(width, tmp_path, toy_run):
+    """Else its KL would be to another reference; the folder of MODEL may have been made anew."""
+    folder, other = tmp_path / "start", toy.model(1)
+    toy.model().save(folder)
+    toy_run(MODEL=str(folder), STEPS=1)
+    if width != 32:
+        other = GPT(GPTConfig(257, 24, width, 1, 2, eos_token_id=256))
+        other.tokenizer = toy.model().tokenizer
+    other.save(folder)
+    with pytest.raises(SystemExit, match="start are not those that the run in .*out began with; put them back, name"):
+        toy_run(MODEL=str(folder), STEPS=2)
+    toy.model().save(folder)
+    assert len(toy_run(MODEL=str(folder), STEPS=2)) == 2
+
+
+def test_a_clock_that_is_set_back_does_not_count(toy_run, tmp_path, monkeypatch):
+    """It may be, while a run goes on."""
+    monkeypatch.setattr(time, "time", itertools.count(1e9, -1e5).__next__)
+    toy_run(STEPS=1)
+    row = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
+    assert min(row["seconds"].values()) >= 0 and row["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("recorded, kept", [({}, [0]), ({"step 40": {}}, [0, 40]), ({"after": {}}, [0, 40])])

@@ -50,7 +50,7 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
     monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)
-    tokens = train.update(model, None, [optimizer], batches)["tokens"]
+    tokens = train.update(model, None, [optimizer], batches, 10**6)["tokens"]
     step = signal.projection(model)(gradient)[:-1] * tokens
     assert torch.allclose(found["as set"].sum(0)[:-1], step, atol=1e-4 * step.norm().item())
     pieces = found["even alone"] + found["first alone"]

@@ -59,7 +59,7 @@ def test_no_step_is_longer_than_the_clip_allows():
     policy, start = toy.model(), toy.model()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)  # a step is the gradient
     batches = [batch._replace(advantages=batch.advantages * 1e6) for batch in sampled(policy)]
-    metrics = train.update(policy, None, [optimizer], batches)
+    metrics = train.update(policy, None, [optimizer], batches, 10**6)
     assert metrics["grad_norm"] > 100 and distance(policy, start) == pytest.approx(train.MAX_GRAD_NORM, rel=1e-3)
 
 
@@ -108,8 +108,25 @@ def test_random_weights(toy_run, monkeypatch):
     """The model was never loaded; random text; every parse failed."""
     grade = toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: grade(*args)._replace(metrics={"structure": 0.0}))
-    with pytest.raises(SystemExit, match="only 0% of the first answers have the structure of one"):
+    with pytest.raises(SystemExit, match="only 0% of the first (short|long) answers have the structure of one"):
         toy_run()
+
+
+def test_a_broken_kind_is_not_hidden_by_the_others(toy_run, monkeypatch):
+    """With a limit of 10 tokens every environment answer was cut off and malformed, and the run was green."""
+    grade = toy.grade
+
+    def changed(question, *args):
+        good = question.kind == "short" or question.truth >= readable
+        return grade(question, *args)._replace(metrics={"structure": float(good)})
+
+    monkeypatch.setattr(toy, "grade", changed)
+    readable = math.inf
+    with pytest.raises(SystemExit, match="only 0% of the first long answers have the structure of one, and .*% hit"):
+        toy_run("refused", BATCH_POSITIONS=8)
+    readable = 50  # half of them
+    row = toy_run(BATCH_POSITIONS=8, STEPS=1)[0]
+    assert row["short/structure"] == 1 and 0.2 < row["long/structure"] < 0.8 and "structure" not in row
 
 
 # The function that has the bug, and what stands in its place
@@ -237,7 +254,7 @@ def test_truncated_outputs(toy_run, monkeypatch):
     monkeypatch.setattr(toy, "LIMITS", {"short": 1, "long": 1})
     row = toy_run(STEPS=1)[0]
     assert row["hit_limit"] > 0.8 and row["length"] == 1
-    assert "cut off: raise the limit of new tokens" in row["advice"]  # not called malformed text
+    assert "answers are cut off: raise their limit of new tokens" in row["advice"]  # not called malformed text
 
 
 WAYS = [dict(LOSS=loss) for loss in grpo.LOSSES] + [dict(CREDIT="answer"), dict(DTYPE="bfloat16")]
@@ -290,7 +307,7 @@ def test_settings_of_the_machine_reach_what_they_name(toy_run, toy_settings, mon
     toy_run(STEPS=1, NPROC=3, COMPILE="1")
     assert seen == {"start": ("cpu", 3), "compiled": True}
     toy_settings(MICROBATCH_TOKENS=64)
-    assert train.microbatch_tokens(toy.model()) == 64
+    assert train.microbatch_tokens(toy.model(), toy.questions()) == 64
 
 
 def test_settings_of_chess_reach_what_they_name(monkeypatch):

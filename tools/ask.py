@@ -33,7 +33,7 @@ def questions_about(task, text, data, seed, config):
     """Questions, all of whose truth the task knows, or the one that is this text."""
     if text and hasattr(task, "question"):
         return task_file.checked(task, [task.question(text, config)])
-    _, held_out = task.load(data, config)
+    _, held_out = task_file.load_items(task, data, config)
     own = task_file.make_questions(task, held_out, min(HELD_OUT, len(held_out)), random.Random(seed), config)
     return [own[0]._replace(prompt=text, truth=None)] if text else own
 

@@ -102,7 +102,8 @@ def prepare(w, prompts, device, dtype):
             for row in batch.tokens.tolist():
                 detokenize(model.tokenizer, row)  # for a verifier, whose own time is not that of the loop
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
-            train.update(model, reference, optimizers, [batch._replace(advantages=advantages)])
+            most = hardware.microbatch_tokens(model, max(map(len, ids)) + w.new)
+            train.update(model, reference, optimizers, [batch._replace(advantages=advantages)], most)
 
     return model, run
 

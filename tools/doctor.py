@@ -25,7 +25,7 @@ import train
 from model import GPT
 from nanorook import hardware, monitor
 from nanorook.settings import fail
-from nanorook.task import check_grades, graded, make_questions, prompt_ids
+from nanorook.task import graded, load_items, make_questions, prompt_ids, start_model
 from rollout import detokenize, ends, microbatches, sample
 
 UPDATES = 5  # on the same batch
@@ -53,8 +53,8 @@ def norm(tensors):
 def prepare(count):
     """A model and `count` questions, as the settings name them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
-    model = GPT.load(train.MODEL or train.task.start_model()).to(device).set_compute_dtype(dtype)
-    items, _ = train.task.load(train.DATA, model.config)
+    model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
+    items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
     return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
@@ -71,33 +71,36 @@ def ask(model, questions, temperature):
 def run_checks(model, reference, optimizers, questions):
     """The checks one by one, as far as the batch gets. `model` is updated."""
     yield (found := weights(model))
-    if found.figures["broken"]:
+    if found.sentence:
         return
     yield computing(model, questions[0])
     rollouts = list(ask(model, questions, train.TEMPERATURE))
     samples = [answer for _, part in rollouts for answer in part]
-    check_grades(samples)
     batches = [train.add_advantages(batch, part, train.GROUP_SIZE, train.CREDIT) for batch, part in rollouts]
     yield truths(questions, samples)
     for batch, (_, part) in zip(batches, rollouts):
         yield completions(model, batch, part)
     if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
         return
-    yield rewards(samples, batches)
+    for batch, (_, part) in zip(batches, rollouts):
+        yield rewards(batch, part)
 
     # The first step of a run, and what train.py says of it
-    parts = [part for batch in batches for part in microbatches(batch, train.microbatch_tokens(model))]
+    most = train.microbatch_tokens(model, questions)
+    kinds = {part[0].question.kind: microbatches(batch, most) for batch, (_, part) in zip(batches, rollouts)}
 
     @torch.no_grad()
-    def logprobs():  # (tokens,)
+    def logprobs(parts):  # (tokens,)
         rows = [(train.forward(model, part, train.TEMPERATURE)[0], part.completion_mask) for part in parts]
         return torch.cat([found[mask].float() for found, mask in rows])
 
-    before, old = logprobs(), copy.deepcopy(model.state_dict())
+    before, old = {kind: logprobs(parts) for kind, parts in kinds.items()}, copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
     metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
-    metrics |= train.update(model, reference, optimizers, batches)
-    yield check("start", shown(metrics, "structure", "logprob_gap", "kl"), refusal(metrics, model.dtype))
+    metrics |= train.update(model, reference, optimizers, batches, most)
+    structure, kind = monitor.worst(metrics, "structure", min)
+    figures = {f"{kind} structure": structure} if kind else {}
+    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), refusal(metrics, model.dtype))
     verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
     state, advice = verdict.values()
     figures = shown(metrics, "reward", "frac_zero_std", "hit_limit", "entropy", "grad_norm", "skipped")
@@ -112,16 +115,18 @@ def run_checks(model, reference, optimizers, questions):
     )  # fmt: skip
     if metrics["broken"]:
         return
-    now = logprobs()
-    first = mean(grpo.kl(before, now, torch.ones_like(now), "k3"))
+    first = max(mean(grpo.kl(b, logprobs(kinds[kind]), torch.ones_like(b), "k3")) for kind, b in before.items())
     for _ in range(UPDATES - 1):
-        train.update(model, reference, optimizers, batches)
-    paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
-    gain = mean((logprobs() - before) * paid)
+        train.update(model, reference, optimizers, batches, most)
+    gains = {}  # of the kinds in which some answers are better than others
+    for kind, parts in kinds.items():
+        paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
+        gains |= {f"{kind}/gain": mean((logprobs(parts) - before[kind]) * paid)} if paid.any() else {}
+    gain, kind = monitor.worst(gains, "gain", min)
     yield check(
-        "learning", {"updates": UPDATES, "KL of the first": first, "gain": gain},
+        "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},
         (first > train.KL_DIVERGENCE_THRESHOLD, f"One update made a KL of {first:.4g}: lower LR={train.LR:g}."),
-        (not gain > 0, f"Better answers did not become likelier: look for a wrong sign, or lower LR={train.LR:g}."),
+        (not gain > 0, f"Better {kind} answers did not become likelier: is a sign wrong, or LR={train.LR:g} too high?"),
     )  # fmt: skip
 
 
@@ -140,11 +145,9 @@ def refusal(metrics, dtype):
 
 def weights(model):
     state = model.state_dict()
-    broken = sum(not tensor.isfinite().all() for tensor in state.values())
     untrained = not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
     return check(
-        "weights", {"tensors": len(state), "norm": norm(state.values()), "broken": broken},
-        (broken, f"{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
+        "weights", {"tensors": len(state), "norm": norm(state.values())},
         (untrained, f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
@@ -193,14 +196,15 @@ def completions(model, batch, samples):
     )  # fmt: skip
 
 
-def rewards(samples, batches):
+def rewards(batch, samples):
     values = torch.tensor([s.grade.reward for s in samples])
     least, most, groups = values.min().item(), values.max().item(), values.view(-1, train.GROUP_SIZE)
     capped = mean(values > most - 1e-6)
-    paid = max(batch.advantages.abs().max().item() for batch in batches)
+    paid = batch.advantages.abs().max().item()
     times = paid / max(1e-9, (groups - groups.mean(1, keepdim=True)).abs().max().item())
     return check(
-        "rewards", {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
+        f"{samples[0].question.kind} rewards",
+        {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
         (max(-least, most) > 10, f"They go from {least:g} to {most:g}, so a few rows outweigh the others: scale them."),
         (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
         (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std makes noise {times:.0f} times as large: "

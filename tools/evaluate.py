@@ -24,7 +24,7 @@ from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail, number
 from nanorook.tables import skill_rows, table
-from nanorook.task import make_questions
+from nanorook.task import load_items, make_questions
 
 
 def main():
@@ -36,13 +36,13 @@ def main():
     settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
     models = [word for word in a.model if "=" not in word]
     if len(models) == 1 and settings.GIVEN["run"]:
-        models.insert(0, train.MODEL or train.task.start_model())
+        models.insert(0, train.MODEL or start_model(train.task))
     if len(models) not in (1, 2):
         p.error("give one model, or two to compare.")
     (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
     for title, name in zip("AB", models):
         model = GPT.load(name).to(device).set_compute_dtype(dtype)
-        _, held_out = train.task.load(train.DATA, model.config)
+        _, held_out = load_items(train.task, train.DATA, model.config)
         count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
         columns[title], _ = train.evaluate(model, questions, a.samples)

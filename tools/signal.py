@@ -29,7 +29,7 @@ import train
 from model import GPT
 from nanorook.statistics import interval
 from nanorook.tables import table
-from nanorook.task import check_grades, earned
+from nanorook.task import earned, start_model
 from rollout import Batch
 from tools.doctor import ask, prepare
 
@@ -155,16 +155,16 @@ def main():
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
     reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE and train.KL_COEF else None
-    source = train.MODEL or train.task.start_model()
+    source = train.MODEL or start_model(train.task)
     print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, "
           f"SEED={train.SEED}\n", flush=True)  # fmt: skip
 
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, seconds, clock = [], [], {"all": 0.0}, time.time()
+    most = train.microbatch_tokens(model, questions)
     for batch, answers in ask(model, questions, train.TEMPERATURE):
-        check_grades(answers)
         batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
-        train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch])
+        train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch], most)
         spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
         seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
         rollouts.append((batch, answers))
