@@ -105,7 +105,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
     prefix.keys = [k.to(dtype).contiguous() for k in prefix.keys]
     prefix.values = [v.to(dtype).contiguous() for v in prefix.values]
     room = T if device.type == "cuda" else 0  # a captured graph needs fixed shapes
-    cache = Cache.empty(model.config, B, group_size, room, device, dtype)
+    cache = Cache.empty(prefix, group_size, room)
 
     tokens = torch.full((N, T), max(eos, 0), device=device)  # eos is -1 where no row is to end early
     logprobs = torch.zeros(N, T, device=device)
@@ -182,10 +182,9 @@ class Cache(NamedTuple):
     values: list
 
     @classmethod
-    def empty(cls, config, B, G, K, device, dtype):
-        shape = B, config.n_head, G, K, config.n_embd // config.n_head
-        keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        return cls(keys, [torch.zeros_like(k) for k in keys])
+    def empty(cls, prefix, G, K):
+        room = [k.new_zeros(*k.shape[:2], G, K, k.shape[3]) for k in prefix.keys]
+        return cls(room, [torch.zeros_like(k) for k in room])
 
     def grow(self, tokens):
         """A cache with room for more tokens. On a CPU it grows as needed: attention reads the whole cache, and cutting

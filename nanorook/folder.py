@@ -1,14 +1,22 @@
-"""Model folders made by others: found or downloaded, config checked, weights read without running code."""
+"""Model folders: found or downloaded, config checked, weights read without running code; and written."""
 
 import json
+import os
 import re
+import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from nanorook.settings import fail
+from nanorook.task import module_of
 from nanorook.tokenizer import TOKENIZER_FILES
+
+# Where the class for each model_type of config.json is.
+ARCHITECTURES = {"gpt2": ("model.py", "GPT")}
+ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
 
 # Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
@@ -43,13 +51,34 @@ def read_weights(folder):
     return weights
 
 
+def read_json(file):
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, OSError) as error:
+        fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
+
+
+def architecture(folder):
+    """The subclass of GPT, or GPT itself, for a folder."""
+    name = read_json(folder / "config.json").get("model_type", "gpt2")
+    if name not in ARCHITECTURES:
+        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are supported.")
+    file, kind = ARCHITECTURES[name]
+    return getattr(module_of(file), kind)
+
+
+def check_supported(file, content, supported):
+    """`supported`: {entry of config.json: what it may be; the first one is what it is when absent}."""
+    for name, allowed in supported.items():
+        value = content.get(name, allowed[0])
+        if value not in allowed:
+            fail(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
+
+
 def read_config(folder, kind):
     """config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
     file, defaults = folder / "config.json", asdict(kind())
-    try:
-        content = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError) as error:
-        fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
+    content = read_json(file)
     del defaults["extra"]
     values = {name: content.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
@@ -57,19 +86,34 @@ def read_config(folder, kind):
         if type(value) is not type(defaults[name]) or not least <= value < 2**24:
             fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
     supported = {
-        "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
         "n_inner": (None, 4 * values["n_embd"]),
     }
-    for name, allowed in supported.items():
-        value = content.get(name, allowed[0])
-        if value not in allowed:
-            fail(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
+    check_supported(file, content, supported)
     extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
     config = kind(**values, extra=extra)
     if config.n_embd % config.n_head:
         fail(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
     return config
+
+
+def write_folder(path, files):
+    """Files {name: bytes} to a folder. A new one appears whole or not at all; in an old one each file is replaced
+    whole, and other files are kept."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+        if path.exists():
+            for file in temporary.iterdir():
+                os.replace(file, path / file.name)
+        else:
+            temporary.chmod(0o755)  # mkdtemp's folders are private
+            os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,5 +1,6 @@
 """What a model runs on: the device, the dtype of its matrix products, whether it is compiled."""
 
+import os
 import shutil
 import timeit
 from functools import partial
@@ -21,6 +22,13 @@ def choose_device(name="auto"):
 def flush_denormals():
     """Sharp attention is full of denormal numbers, which make a CPU half as fast: from now on they are 0."""
     torch.set_flush_denormal(True)
+
+
+def memory(device):
+    """Bytes of the device's memory, or the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fastest_dtype(device):
