@@ -20,11 +20,11 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanorook.folder import architecture, fetch, read_config, read_weights, write_folder
+from nanorook import folder as files
 from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
 
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
 
 
 @dataclass
@@ -85,23 +85,22 @@ def causal_attention(layer, q, k, v):
     """Each token (N, H, S, D) to itself and to those before it; keys may have fewer heads, see grouped()."""
     # On a CPU this kernel's backward takes longer in bf16 than in fp32.
     wide = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
-    fewer = k.shape[1] < q.shape[1]
-    heads = F.scaled_dot_product_attention(q.to(wide), k.to(wide), v.to(wide), is_causal=True, enable_gqa=fewer)
-    return heads.to(q.dtype)
+    q_k_v, fewer = (x.to(wide) for x in (q, k, v)), k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=fewer).to(q.dtype)
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     """Queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
 
-    The G·R·S tokens are queries to one prompt, one matrix product: it is read once for its group and not copied for
-    each row. Decoding is bound by reading memory, and in training copies take longer than short answers themselves.
-    R heads share the keys of one (Ainslie et al., 2023); R = 1 in GPT-2.
+    The G·R·S queries to one prompt are one matrix product: it is read once for its group and not copied for each row.
+    Decoding is bound by reading memory, and in training copies take longer than short answers themselves. R heads
+    share the keys of one (Ainslie et al., 2023); R = 1 in GPT-2.
     """
     B, H, G, K, D = k.shape
-    rows = grouped(q, B, H).to(k.dtype) * D**-0.5  # (B, H, G, R·S, D)
-    to_prompt = rows.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
+    queries = grouped(q, B, H).to(k.dtype) * D**-0.5  # (B, H, G, R·S, D)
+    to_prompt = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
     to_prompt += prompt_bias.to(to_prompt.dtype)
-    to_own = rows @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
+    to_own = queries @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
     to_own += bias.to(to_own.dtype).expand(q.shape[1] // H, -1, -1).flatten(0, 1)
     weights = torch.cat([to_prompt.unflatten(2, (G, -1)), to_own], -1).softmax(-1)
     to_prompt, to_own = weights.split([prompt_k.shape[2], K], -1)
@@ -118,11 +117,6 @@ def grouped(x, B, H):
     """Rows (N, H·R, S, D) as the G rows of B groups (B, H, G, R·S, D)."""
     x = x.unflatten(0, (B, -1)).unflatten(2, (H, -1)).transpose(1, 2)  # (B, H, G, R, S, D)
     return x.flatten(3, 4).contiguous()  # else each of its products copies it
-
-
-def transposed(weights):
-    """GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)."""
-    return {name: p.t() if name.endswith(TRANSPOSED) and p.ndim == 2 else p for name, p in weights.items()}
 
 
 class Block(nn.Module):
@@ -142,6 +136,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
+    recompute = False  # blocks in the backward pass, which then keeps only their inputs: nothing of size rows × keys
     tokenizer = None  # load() sets it
 
     def __init__(self, config):
@@ -161,7 +156,7 @@ class GPT(nn.Module):
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
-    # Four ways through the same layers. They differ in what a token attends to: `attend(layer, q, k, v)`, all of them
+    # Four ways through the trunk. They differ in what a token attends to: `attend(layer, q, k, v)`, all of them
     # (N, H, S, D), gives the heads' outputs (N, H, S, D).
 
     def forward(self, tokens):
@@ -169,7 +164,7 @@ class GPT(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.trunk(tokens, positions, causal_attention))
 
-    def prefill(self, tokens, lengths, recompute=False):
+    def prefill(self, tokens, lengths):
         """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
 
         Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
@@ -181,16 +176,16 @@ class GPT(nn.Module):
             return causal_attention(layer, q, k, v)
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        self.trunk(tokens, positions, attend, recompute)
+        self.trunk(tokens, positions, attend)
         padding = positions >= lengths[:, None] - 1  # (B, P - 1)
         bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
         return Prefix([*keys.values()], [*values.values()], lengths - 1, bias)
 
-    def score(self, tokens, lengths, completions, recompute=False):
+    def score(self, tokens, lengths, completions):
         """Training: hidden states (N, T, C), of which head() makes the logits of each token of `completions` (N, T),
-        whose groups share the prompts `tokens` (B, P). See trunk() for `recompute`."""
+        whose groups share the prompts `tokens` (B, P)."""
         (N, T), B, device = completions.shape, len(tokens), tokens.device
-        prefix = self.prefill(tokens, lengths, recompute)
+        prefix = self.prefill(tokens, lengths)
         bias = causal_bias(T, device)
 
         def attend(layer, q, k, v):
@@ -199,7 +194,7 @@ class GPT(nn.Module):
 
         last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
         inputs = torch.cat([last, completions[:, :-1]], 1)
-        return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend, recompute)
+        return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend)
 
     def decode(self, tokens, prefix, cache, t):
         """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
@@ -223,15 +218,12 @@ class GPT(nn.Module):
         lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 
-    def trunk(self, tokens, positions, attend, recompute=False):
-        """Hidden states (N, S, C) of `tokens`. With `recompute` the backward pass computes each block again, and only
-        the blocks' inputs are kept for it: nothing of size rows × keys."""
-        return self.ln_f(self.blocks(self.wte(tokens) + self.wpe(positions), attend, recompute))
+    def trunk(self, tokens, positions, attend):  # (N, S, C)
+        return self.ln_f(self.blocks(self.wte(tokens) + self.wpe(positions), attend))
 
-    def blocks(self, x, attend, recompute):
+    def blocks(self, x, attend):
         for layer, block in enumerate(self.h):
-            again = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
-            x = (again if recompute else block)(x, layer, attend)
+            x = recomputed(block, x, layer, attend) if self.recompute else block(x, layer, attend)
         return x
 
     @property
@@ -268,38 +260,33 @@ class GPT(nn.Module):
         self.load_state_dict(model.state_dict())
         self.unembedding.copy_(model.head_weight)
 
-    # A folder's config.json and the names of its tensors, in and out. A subclass whose folders differ has its own four.
+    # config.json and the names of tensors, in and out; a subclass whose folder has others brings its own four.
 
     @staticmethod
     def read_config(folder):
-        return read_config(folder, GPTConfig)
+        return files.read_config(folder, GPTConfig)
 
     def write_config(self):
-        config, name = self.config.extra | vars(self.config), type(self).__name__
-        del config["extra"]
-        config |= dict(activation_function="gelu_new", bos_token_id=self.config.eos_token_id)
-        config |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-        if type(self) is GPT:
-            return config | dict(architectures=["GPT2LMHeadModel"], model_type="gpt2")
-        return config | dict(architectures=[name], model_type=name.lower())  # transformers would run it as GPT-2
+        name = type(self).__name__  # a subclass computes something else, which transformers must not take for GPT-2
+        own = {} if type(self) is GPT else {"architectures": [name], "model_type": name.lower()}
+        return files.write_config(self.config) | own
 
     def from_file(self, weights):
-        """The tensors under this model's names. Old versions stored causal masks, too."""
-        kept = {name: p for name, p in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
-        return {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
+        return files.from_gpt2(weights)
 
     def to_file(self, weights):
-        return {f"transformer.{name}": p for name, p in transposed(weights).items()}
+        return files.to_gpt2(weights)
 
     @classmethod
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
-        folder = fetch(source)
-        cls = architecture(folder) if cls is GPT else cls
+        folder = files.fetch(source)
+        cls = files.architecture(folder) if cls is GPT else cls
         config = cls.read_config(folder)
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
-        found = {name: tensor.float().contiguous() for name, tensor in model.from_file(read_weights(folder)).items()}
+        weights = model.from_file(files.read_weights(folder))
+        found = {name: tensor.float().contiguous() for name, tensor in weights.items()}
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
             fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them.")
@@ -318,6 +305,6 @@ class GPT(nn.Module):
         """A folder that transformers and vLLM open."""
         weights = {name: p.to("cpu", dtype).contiguous() for name, p in self.to_file(self.state_dict()).items()}
         config = self.write_config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        files = {"model.safetensors": to_bytes(weights, metadata={"format": "pt"})}
-        files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-        write_folder(path, files | (self.tokenizer.files if self.tokenizer else {}))
+        made = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        made |= {"model.safetensors": to_bytes(weights, metadata={"format": "pt"})}
+        files.write(path, made | (self.tokenizer.files if self.tokenizer else {}))

@@ -96,7 +96,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
-    B, N, T = len(prompts), len(prompts) * group_size, max(limits)
+    N, T = len(prompts) * group_size, max(limits)
     limits = torch.tensor(limits, device=device).repeat_interleave(group_size)  # (N,)
     stops = torch.tensor([eos, *stops], device=device)
     noise = torch.rand(N, T, device=device) if noise is None else noise.to(device)

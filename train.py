@@ -113,7 +113,7 @@ def add_advantages(batch, answers):
 
 def forward(model, batch):
     """Logprobs and entropies (N, T) of a batch's completions under the distribution that was sampled."""
-    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens, recomputes(model))  # (N, T, C)
+    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, C)
     return grpo.logprobs_and_entropy(states, batch.tokens, TEMPERATURE, model.head, model.config.vocab_size)
 
 
@@ -143,15 +143,6 @@ def objective(logprobs, batch, normalizer):
 
 def microbatch_tokens(model):
     return MICROBATCH_TOKENS or (32768 if model.wte.weight.is_cuda else 4096)
-
-
-def recomputes(model):
-    """Whether blocks are computed again in the backward pass, which takes a third longer: where what they keep for it,
-    roughly counted, would be more than a third of the device's memory."""
-    c, longest = model.config, max(task.LIMITS.values())
-    tokens = max(microbatch_tokens(model), GROUP_SIZE * longest)
-    kept = tokens * c.n_layer * (20 * c.n_embd + 2 * c.n_head * longest) * model.dtype.itemsize
-    return kept > hardware.memory(model.wte.weight.device) / 3
 
 
 def update(model, reference, optimizer, batches):
@@ -255,6 +246,14 @@ def evaluate_and_record(run, model, questions, title):
 # ---- Start and loop ----------------------------------------------------------------------------------------
 
 
+def load_model(source, device, dtype):
+    """The model to train."""
+    model, longest = GPT.load(source).to(device).set_compute_dtype(dtype), max(task.LIMITS.values())
+    tokens = max(microbatch_tokens(model), GROUP_SIZE * longest)
+    model.recompute = hardware.must_recompute(model.config, tokens, longest, device, dtype)
+    return model
+
+
 def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
@@ -283,7 +282,7 @@ def start():
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = GPT.load(source).to(device).set_compute_dtype(dtype)
+    model = load_model(source, device, dtype)
     reference = make_reference(model) if KL_COEF else None
     optimizer = make_optimizer(model)
     if resumed:
@@ -298,7 +297,7 @@ def start():
     questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(0), model.config)
     parameters = sum(p.numel() for p in model.parameters())
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, {TASK}: {len(items)} items to train on, {len(held_out)} held out, "
-        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es){', blocks recomputed in the backward pass' * recomputes(model)}")  # fmt: skip
+        f"{STEPS} steps of {BATCH_POSITIONS} × {GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, {world} process(es)" + ", blocks recomputed in the backward pass" * model.recompute)  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good

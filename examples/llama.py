@@ -118,12 +118,12 @@ class Llama(GPT):
     def head_weight(self):
         return self.wte.weight if self.lm_head is None else self.lm_head
 
-    def trunk(self, tokens, positions, attend, recompute=False):
+    def trunk(self, tokens, positions, attend):
         c = self.config
         angles = positions[..., None] * frequencies(c.rope, c.head_dim, tokens.device)  # ((N,) S, D/2)
         turn = angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)  # the same for all heads
         rotated = lambda layer, q, k, v: attend(layer, rotate(q, *turn), rotate(k, *turn), v)  # noqa: E731
-        return self.norm(self.blocks(self.wte(tokens), rotated, recompute))
+        return self.norm(self.blocks(self.wte(tokens), rotated))
 
     @staticmethod
     def read_config(folder):

@@ -14,13 +14,14 @@ from nanorook.settings import fail
 from nanorook.task import module_of
 from nanorook.tokenizer import TOKENIZER_FILES
 
-# Where the class for each model_type of config.json is.
+# The file and the class for each model_type of config.json.
 ARCHITECTURES = {"gpt2": ("model.py", "GPT")}
 ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
 
-# Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
+# Entries of config.json that do not go into `extra`: write_config writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
 def fetch(source):
@@ -76,7 +77,7 @@ def check_supported(file, content, supported):
 
 
 def read_config(folder, kind):
-    """config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
+    """GPT-2's config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
     file, defaults = folder / "config.json", asdict(kind())
     content = read_json(file)
     del defaults["extra"]
@@ -100,7 +101,29 @@ def read_config(folder, kind):
     return config
 
 
-def write_folder(path, files):
+def write_config(config):
+    content = config.extra | vars(config)
+    content |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new")
+    content |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=config.eos_token_id)
+    del content["extra"]
+    return content
+
+
+def transposed(weights):
+    return {name: p.t() if name.endswith(TRANSPOSED) and p.ndim == 2 else p for name, p in weights.items()}
+
+
+def from_gpt2(weights):
+    """The tensors under the names of model.py, without the causal masks that old versions stored."""
+    kept = {name: p for name, p in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    return {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
+
+
+def to_gpt2(weights):
+    return {f"transformer.{name}": p for name, p in transposed(weights).items()}
+
+
+def write(path, files):
     """Files {name: bytes} to a folder. A new one appears whole or not at all; in an old one each file is replaced
     whole, and other files are kept."""
     path = Path(path)

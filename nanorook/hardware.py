@@ -24,11 +24,13 @@ def flush_denormals():
     torch.set_flush_denormal(True)
 
 
-def memory(device):
-    """Bytes of the device's memory, or the machine's."""
+def must_recompute(config, tokens, keys, device, dtype):
+    """Whether blocks are to be computed again in the backward pass, which takes a third longer: if not, what they keep
+    of `tokens`, each with a score for each of `keys`, would be, roughly counted, more than a third of the memory."""
+    kept = tokens * config.n_layer * (20 * config.n_embd + 2 * config.n_head * keys) * dtype.itemsize
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return kept > torch.cuda.get_device_properties(device).total_memory / 3
+    return kept > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 3
 
 
 def fastest_dtype(device):

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import grpo
 import train
-from model import GPT
 from nanorook import hardware, monitor, parallel
 from nanorook.settings import fail
 from nanorook.task import check_grades, graded, make_questions
@@ -54,7 +53,7 @@ def prepare(count):
     hardware.flush_denormals()
     device = parallel.start(hardware.choose_device(train.DEVICE), 1)
     dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
-    model = GPT.load(train.MODEL or train.task.start_model()).to(device).set_compute_dtype(dtype)
+    model = train.load_model(train.MODEL or train.task.start_model(), device, dtype)
     items, _ = train.task.load(train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
@@ -143,11 +142,11 @@ def refusal(metrics, dtype):
 def weights(model):
     state = model.state_dict()
     broken = sum(not tensor.isfinite().all() for tensor in state.values())
-    untrained = not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+    untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
     return check(
         "weights", {"tensors": len(state), "norm": norm(state.values()), "broken": broken},
         (broken, f"{broken} tensors hold NaN or infinity: load a checkpoint from before the run broke."),
-        (untrained, f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
+        (untrained, f"All biases and norms are as in weights never loaded or trained: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
 
