@@ -2,17 +2,15 @@
 
 MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh      a hub id or a folder; config.json's model_type chooses this file
 
-It brings its own blocks, its own way through them (`trunk`), and its folders' names for sizes and tensors; sampling,
-shared prompts, training, the reference and checkpoints are GPT's. Other than in GPT-2, tokens meet their positions in
-attention (rotary positions; Su et al., 2021), several heads share the keys and values of one (Ainslie et al., 2023),
-which makes the cache as many times smaller, layers are normalised without a mean (RMSNorm; Zhang & Sennrich, 2019),
-and a gate multiplies the hidden layer (SwiGLU; Shazeer, 2020).
-
-Not supported: mixture of experts, sliding windows, quantised weights, other ways of scaling rotary positions.
+It brings its own blocks, its own way through them (`trunk`), and the names that its folders use; sampling, shared
+prompts, training, the reference and checkpoints are GPT's. Unlike in GPT-2, attention turns queries and keys by their
+positions (RoPE; Su et al., 2021), several heads share the keys and values of one (Ainslie et al., 2023), so that the
+cache is as many times smaller, norms have no mean (RMSNorm; Zhang & Sennrich, 2019), and the MLP has a gate (SwiGLU;
+Shazeer, 2020). Not supported: mixture of experts, sliding windows, quantised weights, other ways of scaling RoPE.
 """
 
 import math
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -23,40 +21,19 @@ from nanorook.folder import check_supported, read_json
 from nanorook.settings import fail
 
 
-@dataclass
-class LlamaConfig:
-    vocab_size: int
-    n_positions: int
-    n_embd: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int  # heads of keys and values
-    n_inner: int
-    epsilon: float
-    head_dim: int  # in Qwen3 not n_embd / n_head
-    rope: dict  # rope_theta, and what Llama 3's scaling needs
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
-    tied: bool  # the head is the embedding
-    eos_token_id: int
-    extra: dict  # all of config.json, for the task and for save()
-
-
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim = c.head_dim
         self.q_proj = Linear(c.n_embd, c.n_head * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
+        self.k_proj, self.v_proj = (Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias) for _ in "kv")
         self.o_proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.o_bias)
         self.q_norm, self.k_norm = (nn.RMSNorm(c.head_dim, c.epsilon) if c.qk_norm else nn.Identity() for _ in "qk")
 
     def forward(self, x, layer, attend):
         q, k, v = (f(x).unflatten(2, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = self.q_norm(q.float()).to(q.dtype), self.k_norm(k.float()).to(k.dtype)
-        heads = attend(layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (N, H, S, D)
+        q, k = (norm(x.float()).to(x.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        heads = attend(layer, *(x.transpose(1, 2) for x in (q, k, v)))  # (N, H, S, D)
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 
@@ -80,11 +57,10 @@ def frequencies(rope, D, device):
     angles = rope["rope_theta"] ** (-torch.arange(0, D, 2, device=device) / D)
     if rope["rope_type"] == "default":
         return angles
-    # Llama 3.1, for texts longer than those it was first trained on: channels that made less than `low` turns in one of
-    # those turn slower by a factor, those that made more than `high` do not; between them it is a blend.
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * angles / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    # Llama 3.1, made for longer texts than it was first trained on: channels that turned less than `low` times in one
+    # of those are slowed down by a factor, those that turned more than `high` times are not; between is a blend.
+    low, turns = rope["low_freq_factor"], rope["original_max_position_embeddings"] * angles / (2 * math.pi)
+    kept = ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1)
     return angles * (kept + (1 - kept) / rope["factor"])
 
 
@@ -127,24 +103,34 @@ class Llama(GPT):
 
     @staticmethod
     def read_config(folder):
-        content, file = read_json(folder / "config.json"), folder / "config.json"
-        rope = {"rope_theta": content.get("rope_theta", 10000.0)} | (content.get("rope_scaling") or {})
-        rope = content.get("rope_parameters") or rope  # as newer versions of transformers write it
-        rope = {"rope_type": rope.get("type", "default")} | rope
+        content = read_json(file := folder / "config.json")
+        rope = content.get("rope_parameters") or content.get("rope_scaling") or {}  # transformers 5, or before
+        rope = {"rope_theta": content.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default")} | rope
+        layers = max({*content.get("layer_types", ())} - {"full_attention"}, default="full_attention")
         only = {"hidden_act": ("silu",), "mlp_bias": (False,), "use_sliding_window": (False,)}
         only |= {"quantization_config": (None,), "rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
-        check_supported(file, content | rope, only)
-        if other := {*content.get("layer_types", ())} - {"full_attention"}:
-            fail(f"{file}: layer_types has {other.pop()!r}, but only 'full_attention' is supported.")
+        check_supported(file, content | rope | {"layer_types": layers}, only | {"layer_types": ("full_attention",)})
         kind, bias = content["model_type"], content.get("attention_bias", False)
         try:
-            V, C, H = (content[name] for name in ("vocab_size", "hidden_size", "num_attention_heads"))
-            rest = (content[name] for name in ("num_key_value_heads", "intermediate_size", "rms_norm_eps"))
-            return LlamaConfig(
-                V, content["max_position_embeddings"], C, content["num_hidden_layers"], H, *rest,
-                content.get("head_dim") or C // H, rope, bias or kind == "qwen2", bias, kind == "qwen3",
-                content.get("tie_word_embeddings", False), content.get("eos_token_id"), content,
-            )  # fmt: skip
+            frequencies(rope, 2, "cpu")  # nothing that it needs is missing
+            return SimpleNamespace(
+                vocab_size=content["vocab_size"],
+                n_positions=content["max_position_embeddings"],
+                n_embd=content["hidden_size"],
+                n_layer=content["num_hidden_layers"],
+                n_head=content["num_attention_heads"],
+                n_kv_head=content["num_key_value_heads"],
+                head_dim=content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"],
+                n_inner=content["intermediate_size"],
+                epsilon=content["rms_norm_eps"],
+                rope=rope,
+                qkv_bias=bias or kind == "qwen2",
+                o_bias=bias,
+                qk_norm=kind == "qwen3",
+                tied=content.get("tie_word_embeddings", False),
+                eos_token_id=content.get("eos_token_id"),
+                extra=content,  # all of it, for the task and for save()
+            )
         except KeyError as error:
             fail(f"{file}: {error} is missing.")
 
@@ -152,8 +138,8 @@ class Llama(GPT):
         return {name: value for name, value in self.config.extra.items() if name != "dtype"}
 
     def from_file(self, weights):
-        weights = {name: p for name, p in weights.items() if not name.endswith("rotary_emb.inv_freq")}  # old versions
-        return renamed(weights, {old: new for old, new in NAMES.items() if not (self.config.tied and new == "lm_head")})
+        tied = {"lm_head.weight": "lm_head.weight"} if self.config.tied else {}  # GPT.load compares it
+        return renamed({name: p for name, p in weights.items() if "rotary_emb" not in name}, NAMES | tied)
 
     def to_file(self, weights):
         return renamed(weights, {new: old for old, new in NAMES.items()})

@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no tes
 
 import shutil
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from rook import positions, stockfish, texts
 
 
 def pytest_runtest_setup(item):
-    for program in (mark.args[0] for mark in item.iter_markers("needs")):
-        if not (stockfish.find() if program == "stockfish" else shutil.which(program)):
-            reason = f"needs {program}: apt install {program}"  # Debian's packages are named like the programs
+    for program, *how in (mark.args for mark in item.iter_markers("needs")):
+        if not (stockfish.find() if program == "stockfish" else shutil.which(program) or find_spec(program)):
+            # Debian's packages are named like the programs
+            reason = f"needs {program}: {how[0] if how else f'apt install {program}'}"
             if os.environ.get("NANOROOK_NO_SKIP") == "1":
                 pytest.fail(f"{reason} (NANOROOK_NO_SKIP=1 makes this an error)", pytrace=False)
             pytest.skip(reason)

