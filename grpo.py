@@ -178,22 +178,30 @@ def schedule(step, steps, warmup, kind):
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
 
-def logprobs_and_entropy(logits, tokens, temperature=1.0):
-    """Logits (N, T, V), tokens (N, T) -> the tokens' logprobs and the distribution's entropy, both (N, T) in fp32.
+def unchanged(logits):
+    return logits
 
-    The distribution is the sampled one, softmax(logits / temperature). The entropy has no gradient: it is a metric.
-    fp32 copies of the logits, the largest tensors of all with GPT-2's vocabulary, exist for a few rows at a time:
-    the backward pass makes them again.
+
+def logprobs_and_entropy(states, tokens, temperature=1.0, head=unchanged, V=0):
+    """States (N, T, C), of which `head` makes logits (N, T, V), and tokens (N, T) -> the tokens' logprobs and the
+    entropy of the sampled distribution, softmax(logits / temperature), both (N, T) in fp32.
+
+    The entropy has no gradient: it is a metric. fp32 copies of the logits, the largest tensors of all with GPT-2's
+    vocabulary, exist for a few rows at a time, as do more than 2^28 logits: the backward pass makes them again.
     """
+    if few := tokens.numel() * V <= 2**28:
+        states, head = head(states), unchanged  # (N, T, V)
 
-    def of_rows(logits, tokens):
+    def of_rows(states, tokens):
+        logits = head(states)
         wide = torch.promote_types(logits.dtype, torch.float32)
         logp = (logits.to(wide) / temperature).log_softmax(-1)
         entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
         return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
-    elements = 2**28 if logits.is_cuda else 2**22  # small for a CPU's caches, on CUDA as few launches as memory allows
-    rows = max(1, elements * len(logits) // max(1, logits.numel()))
+    # Small for a CPU's caches; on CUDA, and where the head's gradient is summed part by part, as few as memory allows
+    elements = 2**27 if states.is_cuda else 2**22 if few else 2**25
+    rows = max(1, elements // max(1, tokens.shape[1] * (states.shape[2] if few else V)))
     again = functools.partial(checkpoint, of_rows, use_reentrant=False, preserve_rng_state=False)
-    logprobs, entropy = zip(*map(again, logits.split(rows), tokens.split(rows)))
+    logprobs, entropy = zip(*map(again, states.split(rows), tokens.split(rows)))
     return torch.cat(logprobs), torch.cat(entropy)

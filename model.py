@@ -4,27 +4,27 @@ There is no dropout, whatever config.json says: with it policy and reference are
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
+Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
+
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
 
+import functools
 import json
 import math
-import os
-import shutil
-import tempfile
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save as to_bytes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from nanorook.folder import fetch, read_config, read_weights
+from nanorook import folder as files
 from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
 
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
+recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
 
 
 @dataclass
@@ -59,7 +59,8 @@ class Linear(nn.Linear):
         pass  # GPT initialises
 
     def forward(self, x):
-        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), self.bias.to(self.dtype))
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
 class Attention(nn.Module):
@@ -76,27 +77,30 @@ class Attention(nn.Module):
 
 
 def causal_attention(layer, q, k, v):
-    """Each token (N, H, S, D) to itself and to those before it."""
+    """Each token (N, H, S, D) to itself and to those before it; keys may have fewer heads, see grouped()."""
     # On a CPU this kernel's backward takes longer in bf16 than in fp32.
     wide = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
-    return F.scaled_dot_product_attention(q.to(wide), k.to(wide), v.to(wide), is_causal=True).to(q.dtype)
+    q_k_v, fewer = (x.to(wide) for x in (q, k, v)), k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=fewer).to(q.dtype)
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """Tokens of each row (B, H, G, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
+    """Queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
 
-    The G·S tokens are queries to one prompt, one matrix product: it is read once for its group and not copied for
-    each row. Decoding is bound by reading memory, and in training copies take longer than short answers themselves.
+    The G·R·S queries to one prompt are one matrix product: it is read once for its group and not copied for each row.
+    Decoding is bound by reading memory, and in training copies take longer than short answers themselves. R heads
+    share the keys of one (Ainslie et al., 2023); R = 1 in GPT-2.
     """
-    q, S = q * q.shape[-1] ** -0.5, q.shape[3]
-    to_prompt = q.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·S, P)
+    B, H, G, K, D = k.shape
+    queries = grouped(q, B, H).to(k.dtype) * D**-0.5  # (B, H, G, R·S, D)
+    to_prompt = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
     to_prompt += prompt_bias.to(to_prompt.dtype)
-    to_own = q @ k.transpose(-1, -2)  # (B, H, G, S, K)
-    to_own += bias.to(to_own.dtype)
-    weights = torch.cat([to_prompt.unflatten(2, (-1, S)), to_own], -1).softmax(-1)
-    to_prompt, to_own = weights.split([prompt_k.shape[2], k.shape[3]], -1)
-    heads = (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (-1, S)) + to_own @ v  # (B, H, G, S, D)
-    return heads.transpose(1, 2).flatten(0, 1)  # (N, H, S, D)
+    to_own = queries @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
+    to_own += bias.to(to_own.dtype).expand(q.shape[1] // H, -1, -1).flatten(0, 1)
+    weights = torch.cat([to_prompt.unflatten(2, (G, -1)), to_own], -1).softmax(-1)
+    to_prompt, to_own = weights.split([prompt_k.shape[2], K], -1)
+    heads = (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (G, -1)) + to_own @ v  # (B, H, G, R·S, D)
+    return heads.transpose(1, 2).reshape(q.shape)
 
 
 def causal_bias(S, device):
@@ -104,9 +108,10 @@ def causal_bias(S, device):
     return torch.full((S, S), -math.inf, device=device).triu_(1)
 
 
-def grouped(x, B):
-    """Rows (N, H, S, D) as the G rows of B groups (B, H, G, S, D)."""
-    return x.unflatten(0, (B, -1)).transpose(1, 2).contiguous()  # once; otherwise every matmul copies
+def grouped(x, B, H):
+    """Rows (N, H·R, S, D) as the G rows of B groups (B, H, G, R·S, D)."""
+    x = x.unflatten(0, (B, -1)).unflatten(2, (H, -1)).transpose(1, 2)  # (B, H, G, R, S, D)
+    return x.flatten(3, 4).contiguous()  # once; otherwise every matmul copies
 
 
 class Block(nn.Module):
@@ -126,6 +131,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
+    recompute = False  # blocks in the backward pass, which then keeps only their inputs: nothing of size rows × keys
     tokenizer = None  # load() sets it
 
     def __init__(self, config):
@@ -136,7 +142,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.n_positions, C, _weight=torch.empty(config.n_positions, C))
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
-        self.register_buffer("unembedding", None, persistent=False)  # inference copies only; else wte is the head
+        self.register_buffer("unembedding", None, persistent=False)  # inference copies only, see head()
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if p.is_meta:
                 continue  # load() fills it; normal_ on meta tensors would import much of torch, for two seconds
@@ -145,7 +151,7 @@ class GPT(nn.Module):
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
-    # Four ways through the same layers. They differ in what a token attends to: `attend(layer, q, k, v)`, all of them
+    # Four ways through the trunk. They differ in what a token attends to: `attend(layer, q, k, v)`, all of them
     # (N, H, S, D), gives the heads' outputs (N, H, S, D).
 
     def forward(self, tokens):
@@ -158,33 +164,32 @@ class GPT(nn.Module):
 
         Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
         """
-        tokens, keys, values = tokens[:, :-1], [], []
+        tokens, keys, values = tokens[:, :-1], {}, {}
 
         def attend(layer, q, k, v):
-            keys.append(k)
-            values.append(v)
+            keys[layer], values[layer] = k, v
             return causal_attention(layer, q, k, v)
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         self.trunk(tokens, positions, attend)
         padding = positions >= lengths[:, None] - 1  # (B, P - 1)
         bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
-        return Prefix(keys, values, lengths - 1, bias)
+        return Prefix([*keys.values()], [*values.values()], lengths - 1, bias)
 
     def score(self, tokens, lengths, completions):
-        """Training: logits (N, T, V) of each token of `completions` (N, T), whose groups share the prompts
-        `tokens` (B, P)."""
+        """Training: hidden states (N, T, C), of which head() makes the logits of each token of `completions` (N, T),
+        whose groups share the prompts `tokens` (B, P)."""
         (N, T), B, device = completions.shape, len(tokens), tokens.device
         prefix = self.prefill(tokens, lengths)
         bias = causal_bias(T, device)
 
         def attend(layer, q, k, v):
             shared = prefix.keys[layer], prefix.values[layer], prefix.bias
-            return shared_attention(grouped(q, B), grouped(k, B), grouped(v, B), bias, *shared)
+            return shared_attention(q, *(grouped(x, B, x.shape[1]) for x in (k, v)), bias, *shared)
 
         last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
         inputs = torch.cat([last, completions[:, :-1]], 1)
-        return self.head(self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend))
+        return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend)
 
     def decode(self, tokens, prefix, cache, t):
         """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
@@ -192,15 +197,14 @@ class GPT(nn.Module):
         On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
         """
         B, places = len(prefix.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
-        bias = torch.where(places <= t, 0.0, -math.inf)  # what is not written yet must not be seen
+        bias = torch.where(places[None] <= t, 0.0, -math.inf)  # what is not written yet must not be seen
         place = t if torch.is_tensor(t) else slice(t, t + 1)
 
         def attend(layer, q, k, v):
             own_k, own_v = cache.keys[layer], cache.values[layer]
-            own_k[:, :, :, place] = grouped(k, B).to(own_k.dtype)
-            own_v[:, :, :, place] = grouped(v, B).to(own_v.dtype)
-            shared = prefix.keys[layer], prefix.values[layer], prefix.bias
-            return shared_attention(grouped(q, B).to(own_k.dtype), own_k, own_v, bias, *shared)
+            own_k[:, :, :, place] = grouped(k, B, k.shape[1]).to(own_k.dtype)
+            own_v[:, :, :, place] = grouped(v, B, v.shape[1]).to(own_v.dtype)
+            return shared_attention(q, own_k, own_v, bias, prefix.keys[layer], prefix.values[layer], prefix.bias)
 
         return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 
@@ -209,15 +213,20 @@ class GPT(nn.Module):
         lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 
-    def trunk(self, tokens, positions, attend):
-        """Hidden states (N, S, C) of `tokens`."""
-        x = self.wte(tokens) + self.wpe(positions)
+    def trunk(self, tokens, positions, attend):  # (N, S, C)
+        return self.ln_f(self.blocks(self.wte(tokens) + self.wpe(positions), attend))
+
+    def blocks(self, x, attend):
         for layer, block in enumerate(self.h):
-            x = block(x, layer, attend)
-        return self.ln_f(x)
+            x = recomputed(block, x, layer, attend) if self.recompute else block(x, layer, attend)
+        return x
+
+    @property
+    def head_weight(self):  # (V, C)
+        return self.wte.weight
 
     def head(self, x):
-        weight = self.wte.weight if self.unembedding is None else self.unembedding
+        weight = self.head_weight if self.unembedding is None else self.unembedding
         return F.linear(x.to(self.dtype), weight.to(self.dtype))
 
     def set_compute_dtype(self, dtype):
@@ -231,12 +240,12 @@ class GPT(nn.Module):
         """A twin without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
         that are cast once and not at every token. All other weights it shares with this model."""
         with torch.device("meta"):
-            twin = GPT(self.config)
+            twin = type(self)(self.config)
         twin.load_state_dict(self.state_dict(), assign=True)
         for layer in twin.modules():
             if isinstance(layer, Linear):
                 layer.to(dtype)
-        twin.unembedding = self.wte.weight.detach().to(dtype)
+        twin.unembedding = self.head_weight.detach().to(dtype)
         twin.tokenizer = self.tokenizer
         return twin.set_compute_dtype(dtype).requires_grad_(False)
 
@@ -244,24 +253,38 @@ class GPT(nn.Module):
     def sync_from(self, model):
         """This twin of `model` takes over its weights, which have changed since it was made."""
         self.load_state_dict(model.state_dict())
-        self.unembedding.copy_(model.wte.weight)
+        self.unembedding.copy_(model.head_weight)
+
+    # config.json and the names of tensors, in and out; a subclass whose folder has others brings its own four.
+
+    @staticmethod
+    def read_config(folder):
+        return files.read_config(folder, GPTConfig)
+
+    def write_config(self):
+        name = type(self).__name__  # a subclass computes something else, which transformers must not take for GPT-2
+        own = {} if type(self) is GPT else {"architectures": [name], "model_type": name.lower()}
+        return files.write_config(self.config) | own
+
+    def from_file(self, weights):
+        return files.from_gpt2(weights)
+
+    def to_file(self, weights):
+        return files.to_gpt2(weights)
 
     @classmethod
     def load(cls, source):
         """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
-        folder = fetch(source)
-        config = read_config(folder, GPTConfig)
-        # without the causal masks that old versions stored
-        weights = read_weights(folder, "transformer.", (".attn.bias", ".attn.masked_bias"))
+        folder = files.fetch(source)
+        cls = files.architecture(folder) if cls is GPT else cls
+        config = cls.read_config(folder)
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
-        found = {}
-        for name, tensor in weights.items():
-            turned = tensor.t() if name.endswith(TRANSPOSED) and tensor.ndim == 2 else tensor
-            found[name] = turned.float().contiguous()
+        weights = files.check_weights(folder, model.from_file(files.read_weights(folder)))
+        found = {name: tensor.float().contiguous() for name, tensor in weights.items()}
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
-            fail(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
+            fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them.")
         try:
             model.load_state_dict(found, assign=True)  # each tensor, and no other
         except RuntimeError as error:
@@ -274,29 +297,9 @@ class GPT(nn.Module):
         return model
 
     def save(self, path, dtype=torch.float32):
-        """A folder that transformers and vLLM open. A new one appears whole or not at all; in an old one each file is
-        replaced whole, and other files are kept."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        try:
-            weights = {
-                f"transformer.{name}": (p.t() if name.endswith(TRANSPOSED) else p).to("cpu", dtype).contiguous()
-                for name, p in self.state_dict().items()
-            }
-            (temporary / "model.safetensors").write_bytes(to_bytes(weights, metadata={"format": "pt"}))
-            config = self.config.extra | asdict(self.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-            config |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new")
-            config |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=self.config.eos_token_id)
-            del config["extra"]
-            (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            for name, content in (self.tokenizer.files if self.tokenizer else {}).items():
-                (temporary / name).write_bytes(content)
-            if path.exists():
-                for file in temporary.iterdir():
-                    os.replace(file, path / file.name)
-            else:
-                temporary.chmod(0o755)  # mkdtemp's folders are private
-                os.rename(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        """A folder that transformers and vLLM open."""
+        weights = {name: p.to("cpu", dtype).contiguous() for name, p in self.to_file(self.state_dict()).items()}
+        config = self.write_config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        made = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        made |= {"model.safetensors": to_bytes(weights, metadata={"format": "pt"})}
+        files.write(path, made | (self.tokenizer.files if self.tokenizer else {}))

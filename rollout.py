@@ -123,7 +123,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, en
     dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
     prefix.keys = [k.to(dtype).contiguous() for k in prefix.keys]
     prefix.values = [v.to(dtype).contiguous() for v in prefix.values]
-    cache = Cache(model.config, len(prompts), group_size, T if on_cuda else 0, device, dtype)
+    cache = Cache(prefix, group_size, T if on_cuda else 0)
     step = functools.partial(decode_step, model, prefix, cache, rows, temperature)
     decode_captured(step, rows) if on_cuda else decode_eagerly(step, rows, cache)
 
@@ -197,9 +197,8 @@ def decode_captured(step, rows):
 class Cache:
     """Keys and values of the completions while decoding, one (B, H, G, K, D) for each layer, written in place."""
 
-    def __init__(self, config, B, G, K, device, dtype):
-        shape = B, config.n_head, G, K, config.n_embd // config.n_head
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+    def __init__(self, prefix, G, K):
+        self.keys = [k.new_zeros(*k.shape[:2], G, K, k.shape[3]) for k in prefix.keys]
         self.values = [torch.zeros_like(k) for k in self.keys]
 
     def grow(self, tokens):

@@ -33,7 +33,7 @@ from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
-from nanorook.task import first_questions, graded, make_questions
+from nanorook.task import first_questions, graded, make_questions, prompt_ids
 from rollout import microbatches, sample
 
 if __name__ == "__main__":
@@ -116,8 +116,8 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
 
 def forward(model, batch, temperature):
     """Logprobs and entropies (N, T) of a batch's completions, under the distribution that was sampled."""
-    logits = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, V)
-    return grpo.logprobs_and_entropy(logits, batch.tokens, temperature)
+    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, C)
+    return grpo.logprobs_and_entropy(states, batch.tokens, temperature, model.head, model.config.vocab_size)
 
 
 @functools.cache
@@ -144,8 +144,10 @@ def objective(logprobs, batch, normalizer, kl_coef):
     return loss, sums
 
 
-def microbatch_tokens(model, questions):
-    keys = max(len(model.tokenizer.encode(q.prompt)) + task.LIMITS[q.kind] for q in questions)
+def plan_memory(model, questions):
+    """The most tokens of a microbatch. If the memory asks for it, the backward pass computes blocks again."""
+    keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
+    model.recompute = hardware.must_recompute(model, GROUP_SIZE * max(task.LIMITS.values()), keys)
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
@@ -306,11 +308,12 @@ def start():
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
-    run.microbatch = MICROBATCH_TOKENS or run.microbatch or min(parallel.gather([microbatch_tokens(model, questions)]))
+    planned = min(parallel.gather([plan_memory(model, questions)]))
+    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parameters = sum(p.numel() for p in model.parameters())
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n{TASK}: {len(items)} items to train on, {len(held_out)} held out\n"
-        f"{device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens\n{settings.in_words('LR', 'SEED', 'STEPS', 'BATCH_POSITIONS', 'GROUP_SIZE')}")  # fmt: skip
+        f"{device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens{", blocks recomputed in the backward pass" * model.recompute}\n{settings.in_words('LR', 'SEED', 'STEPS', 'BATCH_POSITIONS', 'GROUP_SIZE')}")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good

@@ -1,8 +1,11 @@
-"""Model folders made by others: found or downloaded, config checked, weights read without running code."""
+"""Model folders: found or downloaded, config checked, weights read without running code; and written."""
 
 import copy
 import json
+import os
 import re
+import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,12 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from nanorook.settings import fail
+from nanorook.task import module_of
 from nanorook.tokenizer import TOKENIZER_FILES
 
-# Entries of config.json that do not go into `extra`: GPT.save writes them itself, and always ties the head.
+# The file and the class for each model_type of config.json.
+ARCHITECTURES = {"gpt2": ("model.py", "GPT")}
+ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
+
+# Entries of config.json that do not go into `extra`: write_config writes them itself, and always ties the head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
 def fetch(source):
@@ -32,9 +41,9 @@ def fetch(source):
         fail(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {error}")
 
 
-def read_weights(folder, prefix="", ignored=()):
-    """All tensors by name without `prefix`, except those whose names end with one of `ignored`: from model.safetensors
-    or the files that an index names, as transformers chooses. What else lies there may be of another model."""
+def read_weights(folder):
+    """All tensors by name, from model.safetensors or the files that an index names, as transformers chooses. What else
+    lies there may be of another model."""
     index, files, weights = folder / "model.safetensors.index.json", ["model.safetensors"], {}
     try:
         if index.exists() and not (folder / files[0]).exists():
@@ -43,31 +52,51 @@ def read_weights(folder, prefix="", ignored=()):
         fail(f"{index}: damaged, or no index of weights: {type(error).__name__} {error}")
     for file in (folder / Path(name).name for name in files):
         try:
-            found = load_file(file)
+            weights |= load_file(file)
         except FileNotFoundError:
             fail(f"{folder}: there is no {file.name}; transformers' from_pretrained and save_pretrained make one "
                  "of other formats.")  # fmt: skip
         except Exception as error:  # of safetensors, or of the disk
             fail(f"{file}: damaged or not a file of weights: {type(error).__name__} {error}")
-        for name, tensor in found.items():
-            if name.endswith(ignored):
-                continue
-            if tensor.dtype not in FLOATS or not tensor.isfinite().all():
-                fail(f"{file}: {name} ({tensor.dtype}) has to hold finite numbers of 16 bits or more, with a fraction.")
-            if (name := name.removeprefix(prefix)) in weights:
-                fail(f"{file}: {name} is there twice, with {prefix} before it and without.")
-            weights[name] = tensor
     return weights
 
 
-def read_config(folder, kind):
-    """config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
-    file, defaults = folder / "config.json", asdict(kind())
+def check_weights(folder, weights):
+    for name, tensor in weights.items():
+        if tensor.dtype not in FLOATS or not tensor.isfinite().all():
+            fail(f"{folder}: {name} ({tensor.dtype}) has to hold finite numbers of 16 bits or more, with a fraction.")
+    return weights
+
+
+def read_json(file):
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
-        copy.deepcopy(content)  # as the model is copied with it; what is nested too deeply shows here
+        return copy.deepcopy(content)  # as the model is copied with it; what is nested too deeply shows here
     except (ValueError, TypeError, OSError, RecursionError) as error:
         fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
+
+
+def architecture(folder):
+    """The subclass of GPT, or GPT itself, for a folder."""
+    name = read_json(folder / "config.json").get("model_type", "gpt2")
+    if name not in ARCHITECTURES:
+        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are supported.")
+    file, kind = ARCHITECTURES[name]
+    return getattr(module_of(file), kind)
+
+
+def check_supported(file, content, supported):
+    """`supported`: {entry of config.json: what it may be; the first one is what it is when absent}."""
+    for name, allowed in supported.items():
+        value = content.get(name, allowed[0])
+        if value not in allowed:
+            fail(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
+
+
+def read_config(folder, kind):
+    """GPT-2's config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
+    file, defaults = folder / "config.json", asdict(kind())
+    content = read_json(file)
     del defaults["extra"]
     values = {name: content.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
@@ -76,19 +105,60 @@ def read_config(folder, kind):
         if type(value) is not type(defaults[name]) or not least <= value < most:
             fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
     supported = {
-        "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
         "n_inner": (None, 4 * values["n_embd"]),
     }
-    for name, allowed in supported.items():
-        value = content.get(name, allowed[0])
-        if value not in allowed:
-            fail(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
+    check_supported(file, content, supported)
     extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
     config = kind(**values, extra=extra)
     if config.n_embd % config.n_head:
         fail(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
     return config
+
+
+def write_config(config):
+    content = config.extra | asdict(config)
+    content |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new")
+    content |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=config.eos_token_id)
+    del content["extra"]
+    return content
+
+
+def transposed(weights):
+    return {name: p.t() if name.endswith(TRANSPOSED) and p.ndim == 2 else p for name, p in weights.items()}
+
+
+def from_gpt2(weights):
+    """The tensors under the names of model.py, without the causal masks that old versions stored."""
+    kept = {name: p for name, p in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    found = {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
+    if len(found) < len(kept):
+        twice = next(name for name in kept if f"transformer.{name}" in kept)
+        fail(f"the weights have {twice} twice, with transformer. before it and without; remove one of them.")
+    return found
+
+
+def to_gpt2(weights):
+    return {f"transformer.{name}": p for name, p in transposed(weights).items()}
+
+
+def write(path, files):
+    """Files {name: bytes} to a folder. A new one appears whole or not at all; in an old one each file is replaced
+    whole, and other files are kept."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+        if path.exists():
+            for file in temporary.iterdir():
+                os.replace(file, path / file.name)
+        else:
+            temporary.chmod(0o755)  # mkdtemp's folders are private
+            os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,5 +1,6 @@
 """What a model runs on: the device, the dtype of its matrix products, whether it is compiled."""
 
+import os
 import shutil
 import timeit
 from functools import partial
@@ -49,7 +50,20 @@ def fastest_dtype(device):
 
 def bytes_of_a_token(model, keys):
     c, width = model.config, model.dtype.itemsize
-    return c.n_layer * ((12 + 13 * width) * c.n_embd + width * c.n_head * keys) + 3 * width * c.vocab_size
+    block = (12 + 13 * width) * c.n_embd + width * c.n_head * keys
+    blocks = block + 4 * c.n_layer * c.n_embd if model.recompute else c.n_layer * block  # one, and the inputs of all
+    return blocks + 3 * width * c.vocab_size
+
+
+def must_recompute(model, tokens, keys):
+    """Whether the backward pass has to compute blocks again, which takes a third longer: if what is kept of `tokens`,
+    of which each attends to `keys` others, is more than a third of the memory."""
+    device = model.wte.weight.device
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return tokens * bytes_of_a_token(model, keys) > memory / 3
 
 
 def microbatch_tokens(model, keys):

@@ -55,8 +55,8 @@ def check_start(metrics, dtype, limits):
     structure, kind = worst(metrics, "structure", min)
     if structure < 0.2:
         fail(f"only {structure:.0%} of the first {kind} answers have the structure of one, and "
-             f"{metrics[f'{kind}/hit_limit']:.0%} hit their limit: if most do, raise the task's LIMITS {limits}; else the model does not speak this "
-             "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
+             f"{metrics[f'{kind}/hit_limit']:.0%} hit their limit: if most do, raise the task's LIMITS {limits}; else "
+             "the model does not speak this format, so check its weights and config.json, or pretrain it.")  # fmt: skip
     gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         fail(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "

@@ -37,7 +37,7 @@ class Run:
         self.dtype = ""  # of the matrix products, measured once: another process or day might measure otherwise
         self.microbatch = 0  # most tokens of one, likewise
         self.start_hash = ""  # of the start model's weights
-        self.skill = {}  # {"before": {figure: (mean, half-width, values of the questions)}, "step 40": ..., "after": ...}
+        self.skill = {}  # {"before", "step 40", "after": {figure: (mean, half-width, values of the questions)}}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
         self.lr_factor = 1.0  # lowered each time that the run goes back
         self.skipped_in_a_row = 0

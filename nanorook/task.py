@@ -84,16 +84,7 @@ def prompt_ids(prompt, tokenizer):
 
 def load(file) -> Task:
     """The module of a task file, by its path from here or from the project's folder."""
-    paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
-    path = next(paths, None) or fail(f"TASK={file}: there is no such Python file.")
-    for module in list(sys.modules.values()):  # a program may have imported it already
-        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
-            break
-    else:
-        name = path.stem if path.parent == ROOT else "task_" + path.stem
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    module = module_of(file) or fail(f"TASK={file}: there is no such Python file.")
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
         if not hasattr(module, name):
             fail(f"TASK={file} has no {name}; nanorook/task.py says what a task file provides.")
@@ -130,6 +121,21 @@ def load_items(task, source, config):
         case [list() | tuple() as items, list() | tuple() as held_out]:
             return items, held_out
     fail(f"the task's load returned {found!r:.80}; it has to return two lists, (training items, held-out items).")
+
+
+def module_of(file):
+    """The module of a Python file, by its path from here or from the project's folder; None where there is none."""
+    paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
+    if not (path := next(paths, None)):
+        return None
+    for module in list(sys.modules.values()):  # a program may have imported it already
+        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
+            return module
+    name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def make_questions(task, items, count, rng, config):

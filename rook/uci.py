@@ -77,7 +77,7 @@ def rank(model, board, moves):
     """The log-probability of each of `moves`, (n,), in one batch."""
     prompt, device = before_the_move(model, board), model.wte.weight.device
     tokens, lengths = pad_prompts([model.tokenizer.encode(f" {move}") for move in moves], device)  # (n, T), (n,)
-    logits = model.score(*pad_prompts([prompt], device), tokens)  # (n, T, V)
+    logits = model.head(model.score(*pad_prompts([prompt], device), tokens))  # (n, T, V)
     logprobs = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     padding = torch.arange(tokens.shape[1], device=device) >= lengths[:, None]
     return logprobs.masked_fill(padding, 0).sum(1).cpu()

@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no tes
 
 import shutil
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ from rook import positions, stockfish, texts
 
 
 def pytest_runtest_setup(item):
-    for program in (mark.args[0] for mark in item.iter_markers("needs")):
-        if not (stockfish.find() if program == "stockfish" else shutil.which(program)):
+    for program, *how in (mark.args for mark in item.iter_markers("needs")):
+        if not (stockfish.find() if program == "stockfish" else shutil.which(program) or find_spec(program)):
             package = {"bwrap": "bubblewrap"}.get(program, program)  # others are named like the programs
-            reason = f"needs {program}: apt install {package}"
+            reason = f"needs {program}: {how[0] if how else f'apt install {package}'}"
             if os.environ.get("NANOROOK_NO_SKIP") == "1":
                 pytest.fail(f"{reason} (NANOROOK_NO_SKIP=1 makes this an error)", pytrace=False)
             pytest.skip(reason)

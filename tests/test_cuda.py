@@ -143,7 +143,7 @@ def test_what_is_automatic_follows_the_device(monkeypatch, toy_settings, capsys,
         assert hardware.compiles("auto", hardware.choose_device(device)) == (device == "cuda" and gcc)
         assert ("apt install gcc" in capsys.readouterr().out) == (not gcc)
         model = toy.model().to(device)
-        assert train.microbatch_tokens(model, toy.questions()) == (32768 if device == "cuda" else 4096)
+        assert train.plan_memory(model, toy.questions()) == (32768 if device == "cuda" else 4096)
         fastest = torch.bfloat16 if major >= 8 else torch.float32  # older cards only emulate bf16
         assert device == "cpu" or hardware.fastest_dtype(torch.device("cuda:0")) == fastest
 
@@ -163,7 +163,7 @@ def test_microbatches_fit_the_free_memory_of_a_gpu(monkeypatch, toy_settings, na
         tokens = hardware.microbatch_tokens(model, 200)
         model.tokenizer = toy.model().tokenizer
         toy_settings(MICROBATCH_TOKENS=50_000)
-        assert train.microbatch_tokens(model, toy.questions()) == 50_000
+        assert train.plan_memory(model, toy.questions()) == 50_000
     assert least <= tokens <= most
     assert tokens * hardware.bytes_of_a_token(model, 200) + 16 * parameters + 16 * 2**28 < 0.81 * free
 
@@ -179,7 +179,7 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(config, dtype, 
         batch, found = Batch(prompts, torch.full((B,), P), tokens, tokens > 0, None, None), {}
         pack = lambda x: found.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            result = train.forward(model, batch)
+            result = train.forward(model, batch, 1.0)
         return sum(found.values()), B * (P + G * T), result
 
     (one, fewer, _), (two, more, _) = count(1), count(2)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from model import GPTConfig
-from nanorook.folder import fetch, read_config, read_weights
+from nanorook.folder import check_weights, fetch, from_gpt2, read_config, read_weights
 
 SIZES = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4}
 WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5.0), "c.bias": torch.ones(2, dtype=torch.bfloat16)}
@@ -69,7 +69,7 @@ def test_weights_are_read_from_one_file_or_several_and_damage_is_named(tmp_path,
 BAD_WEIGHTS = {  # tensors, and what is said
     "int8": ({"a": torch.ones(2, dtype=torch.int8)}, "a .torch.int8. has to hold finite numbers of 16 bits or more"),
     "NaN": ({"a": torch.tensor([1.0, math.nan])}, "a .torch.float32. has to hold finite numbers"),
-    "twice": ({"a": torch.ones(2), "gpt.a": torch.zeros(2)}, "a is there twice, with gpt. before it and without"),
+    "twice": ({"a": torch.ones(2), "transformer.a": torch.zeros(2)}, "have a twice, with transformer. before it and"),
     "no index": ({}, "model.safetensors.index.json: damaged, or no index of weights"),
 }
 
@@ -78,9 +78,10 @@ BAD_WEIGHTS = {  # tensors, and what is said
 def test_weights_that_cannot_be_trained_are_refused(tmp_path, what):
     tensors, sentence = BAD_WEIGHTS[what]
     if tensors:
-        save_file(tensors | {"mask": torch.zeros(2, dtype=torch.bool)}, tmp_path / "model.safetensors")
+        save_file(tensors | {"h.0.attn.bias": torch.zeros(2, dtype=torch.bool)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("[]")  # of use only where there is no model.safetensors
-    assert re.search(sentence, refused(read_weights, tmp_path, "gpt.", ("mask",)))
+    load = lambda folder: check_weights(folder, from_gpt2(read_weights(folder)))  # noqa: E731
+    assert re.search(sentence, refused(load, tmp_path))
 
 
 @pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c"])

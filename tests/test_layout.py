@@ -26,7 +26,8 @@ def allowed(file):
     if folder in ("model.py", "rollout.py", "rewards.py", "grpo.py", "nanorook"):
         return {"nanorook"} | {"rewards.py": {"rook"}}.get(folder, set())
     if folder == "examples":
-        return {"nanorook", "examples"} | {"start": {"model"}, "mates": {"rewards", "rook"}}.get(name, set())
+        own = {"start": {"model"}, "llama": {"model"}, "mates": {"rewards", "rook"}}
+        return {"nanorook", "examples"} | own.get(name, set())
     if folder == "rook":
         return {"nanorook", "rook"} | (FIVE if name not in ("positions", "stockfish", "board") else set())
     if folder == "experiments":

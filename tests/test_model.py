@@ -112,7 +112,7 @@ def test_shared_prompts_equal_concatenated_ones(model, sizes, G):
         (logprobs * weights).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    shared = logprob(model.score(*pad_prompts(prompts, "cpu"), completions), completions)
+    shared = logprob(model.head(model.score(*pad_prompts(prompts, "cpu"), completions)), completions)
     rows = []
     for i, completion in enumerate(completions):
         prompt = prompts[i // G]

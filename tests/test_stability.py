@@ -307,7 +307,7 @@ def test_settings_of_the_machine_reach_what_they_name(toy_run, toy_settings, mon
     toy_run(STEPS=1, NPROC=3, COMPILE="1")
     assert seen == {"start": ("cpu", 3), "compiled": True}
     toy_settings(MICROBATCH_TOKENS=64)
-    assert train.microbatch_tokens(toy.model(), toy.questions()) == 64
+    assert train.plan_memory(toy.model(), toy.questions()) == 64
 
 
 def test_settings_of_chess_reach_what_they_name(monkeypatch):

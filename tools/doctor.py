@@ -86,7 +86,7 @@ def run_checks(model, reference, optimizers, questions):
         yield rewards(batch, part)
 
     # The first step of a run, and what train.py says of it
-    most = train.microbatch_tokens(model, questions)
+    most = train.plan_memory(model, questions)
     kinds = {part[0].question.kind: microbatches(batch, most) for batch, (_, part) in zip(batches, rollouts)}
 
     @torch.no_grad()
@@ -145,10 +145,10 @@ def refusal(metrics, dtype):
 
 def weights(model):
     state = model.state_dict()
-    untrained = not any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+    untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
     return check(
         "weights", {"tensors": len(state), "norm": norm(state.values())},
-        (untrained, f"Every bias is 0, as in random weights never loaded or trained: check MODEL={train.MODEL}."),
+        (untrained, f"All biases and norms are as in weights never loaded or trained: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail, number
 from nanorook.tables import skill_rows, table
-from nanorook.task import load_items, make_questions
+from nanorook.task import load_items, make_questions, start_model
 
 
 def main():

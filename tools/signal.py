@@ -161,7 +161,7 @@ def main():
 
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, seconds, clock = [], [], {"all": 0.0}, time.time()
-    most = train.microbatch_tokens(model, questions)
+    most = train.plan_memory(model, questions)
     for batch, answers in ask(model, questions, train.TEMPERATURE):
         batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
         train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch], most)

@@ -1,0 +1,145 @@
+"""Llama 3, SmolLM2, Qwen2, Qwen2.5 and Qwen3: another architecture in one file.
+
+MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh      a hub id or a folder; config.json's model_type chooses this file
+
+It brings its own blocks, its own way through them (`trunk`), and the names that its folders use; sampling, shared
+prompts, training, the reference and checkpoints are GPT's. Unlike in GPT-2, attention turns queries and keys by their
+positions (RoPE; Su et al., 2021), several heads share the keys and values of one (Ainslie et al., 2023), so that the
+cache is as many times smaller, norms have no mean (RMSNorm; Zhang & Sennrich, 2019), and the MLP has a gate (SwiGLU;
+Shazeer, 2020). Not supported: mixture of experts, sliding windows, quantised weights, other ways of scaling RoPE.
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model import GPT, Linear
+from nanorook.folder import check_supported, read_json
+from nanorook.settings import fail
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(c.n_embd, c.n_head * c.head_dim, bias=c.qkv_bias)
+        self.k_proj, self.v_proj = (Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias) for _ in "kv")
+        self.o_proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.o_bias)
+        self.q_norm, self.k_norm = (nn.RMSNorm(c.head_dim, c.epsilon) if c.qk_norm else nn.Identity() for _ in "qk")
+
+    def forward(self, x, layer, attend):
+        q, k, v = (f(x).unflatten(2, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (norm(x.float()).to(x.dtype) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        heads = attend(layer, *(x.transpose(1, 2) for x in (q, k, v)))  # (N, H, S, D)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.n_embd, c.epsilon)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = nn.RMSNorm(c.n_embd, c.epsilon)
+        self.mlp = nn.ModuleDict({name: Linear(c.n_embd, c.n_inner, bias=False) for name in ("gate_proj", "up_proj")})
+        self.mlp["down_proj"] = Linear(c.n_inner, c.n_embd, bias=False)
+
+    def forward(self, x, layer, attend):
+        x = x + self.self_attn(self.input_layernorm(x), layer, attend)
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+
+
+def frequencies(rope, D, device):
+    """Angles (D/2,) by which the pairs of a head's channels turn from one position to the next."""
+    angles = rope["rope_theta"] ** (-torch.arange(0, D, 2, device=device) / D)
+    if rope["rope_type"] == "default":
+        return angles
+    # Llama 3.1, made for longer texts than it was first trained on: channels that turned less than `low` times in one
+    # of those are slowed down by a factor, those that turned more than `high` times are not; between is a blend.
+    low, turns = rope["low_freq_factor"], rope["original_max_position_embeddings"] * angles / (2 * math.pi)
+    kept = ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1)
+    return angles * (kept + (1 - kept) / rope["factor"])
+
+
+def rotate(x, cos, sin):
+    """x (N, H, S, D), whose channels i and i + D/2 are a pair, turned by angles (N, 1, S, D/2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+NAMES = {"model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "norm.", "lm_head.weight": "lm_head"}
+
+
+def renamed(weights, names):
+    """The tensors with other beginnings of their names."""
+    for old, new in names.items():
+        weights = {new + name.removeprefix(old) if name.startswith(old) else name: p for name, p in weights.items()}
+    return weights
+
+
+class Llama(GPT):
+    def __init__(self, c):
+        nn.Module.__init__(self)  # not GPT's modules
+        self.config = c
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd, _weight=torch.empty(c.vocab_size, c.n_embd))
+        self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.norm = nn.RMSNorm(c.n_embd, c.epsilon)
+        self.lm_head = None if c.tied else nn.Parameter(torch.empty(c.vocab_size, c.n_embd))
+        self.register_buffer("unembedding", None, persistent=False)
+
+    @property
+    def head_weight(self):
+        return self.wte.weight if self.lm_head is None else self.lm_head
+
+    def trunk(self, tokens, positions, attend):
+        c = self.config
+        angles = positions[..., None] * frequencies(c.rope, c.head_dim, tokens.device)  # ((N,) S, D/2)
+        turn = angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)  # the same for all heads
+        rotated = lambda layer, q, k, v: attend(layer, rotate(q, *turn), rotate(k, *turn), v)  # noqa: E731
+        return self.norm(self.blocks(self.wte(tokens), rotated))
+
+    @staticmethod
+    def read_config(folder):
+        content = read_json(file := folder / "config.json")
+        rope = content.get("rope_parameters") or content.get("rope_scaling") or {}  # transformers 5, or before
+        rope = {"rope_theta": content.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default")} | rope
+        layers = max({*content.get("layer_types", ())} - {"full_attention"}, default="full_attention")
+        only = {"hidden_act": ("silu",), "mlp_bias": (False,), "use_sliding_window": (False,)}
+        only |= {"quantization_config": (None,), "rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
+        check_supported(file, content | rope | {"layer_types": layers}, only | {"layer_types": ("full_attention",)})
+        kind, bias = content["model_type"], content.get("attention_bias", False)
+        try:
+            frequencies(rope, 2, "cpu")  # nothing that it needs is missing
+            return SimpleNamespace(
+                vocab_size=content["vocab_size"],
+                n_positions=content["max_position_embeddings"],
+                n_embd=content["hidden_size"],
+                n_layer=content["num_hidden_layers"],
+                n_head=content["num_attention_heads"],
+                n_kv_head=content["num_key_value_heads"],
+                head_dim=content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"],
+                n_inner=content["intermediate_size"],
+                epsilon=content["rms_norm_eps"],
+                rope=rope,
+                qkv_bias=bias or kind == "qwen2",
+                o_bias=bias,
+                qk_norm=kind == "qwen3",
+                tied=content.get("tie_word_embeddings", False),
+                eos_token_id=content.get("eos_token_id"),
+                extra=content,  # all of it, for the task and for save()
+            )
+        except KeyError as error:
+            fail(f"{file}: {error} is missing.")
+
+    def write_config(self):
+        return {name: value for name, value in self.config.extra.items() if name != "dtype"}
+
+    def from_file(self, weights):
+        tied = {"lm_head.weight": "lm_head.weight"} if self.config.tied else {}  # GPT.load compares it
+        return renamed({name: p for name, p in weights.items() if "rotary_emb" not in name}, NAMES | tied)
+
+    def to_file(self, weights):
+        return renamed(weights, {new: old for old, new in NAMES.items()})

