@@ -147,7 +147,7 @@ def objective(logprobs, batch, normalizer, kl_coef):
 def plan_memory(model, questions):
     """The most tokens of a microbatch. If the memory asks for it, the backward pass computes blocks again."""
     keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    model.recompute = hardware.must_recompute(model, GROUP_SIZE * max(task.LIMITS.values()), keys)
+    model.recompute = hardware.must_recompute(model, max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values())), keys)
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
@@ -311,9 +311,10 @@ def start():
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parameters = sum(p.numel() for p in model.parameters())
+    recompute = ", blocks computed again in the backward pass" * model.recompute
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n{TASK}: {len(items)} items to train on, {len(held_out)} held out\n"
-        f"{device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens{", blocks recomputed in the backward pass" * model.recompute}\n{settings.in_words('LR', 'SEED', 'STEPS', 'BATCH_POSITIONS', 'GROUP_SIZE')}")  # fmt: skip
+        f"{device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens{recompute}\n{settings.in_words('LR', 'SEED', 'STEPS', 'BATCH_POSITIONS', 'GROUP_SIZE')}")  # fmt: skip
     if parameters > 5e7 and LR > 1e-5:
         parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
     if lead and FRESH:  # not before model and data are known to be good

@@ -138,7 +138,7 @@ def refused(folder, **changes):
 REFUSED = {
     "model_type is 'mixtral', but only gpt2, llama, qwen2, qwen3 are supported": {"model_type": "mixtral"},
     "use_sliding_window is True, but only False": {"use_sliding_window": True},
-    "layer_types has 'sliding_attention', but only": {"layer_types": ["full_attention", "sliding_attention"]},
+    "layer_types is 'sliding_attention', but only": {"layer_types": ["full_attention", "sliding_attention"]},
     "quantization_config is {'bits': 4}, but only None": {"quantization_config": {"bits": 4}},
     "rope_type is 'yarn', but only 'default' or 'llama3'": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'gelu', but only 'silu'": {"hidden_act": "gelu"},
@@ -158,7 +158,7 @@ def gradients(model, batch, **changes):
     for name, value in changes.items():
         setattr(model, name, value)
     model.zero_grad()
-    logprobs, entropy = train.forward(model, batch)
+    logprobs, entropy = train.forward(model, batch, train.TEMPERATURE)
     logprobs.square().sum().backward()
     return logprobs, entropy, *(p.grad for p in model.parameters())
 
@@ -209,7 +209,7 @@ def test_blocks_are_computed_again_where_memory_asks_for_it(gigabytes, recompute
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": page}.get)
     monkeypatch.setitem(toy.LIMITS, "long", 15)
     toy_run(STEPS=1, MICROBATCH_TOKENS=200_000)
-    assert ("process(es), blocks recomputed in the backward pass" in capsys.readouterr().out) == recompute
+    assert ("blocks computed again in the backward pass" in capsys.readouterr().out) == recompute
 
 
 class Forked(GPT):

@@ -132,7 +132,8 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
     run, model = Run(tmp_path), toy.model()
     run.step, run.skill = 40, {"before": {}} | recorded
     for name in ("metrics", "samples"):
-        (tmp_path / f"{name}.jsonl").write_text('{"step": 0}\n{"step": 40}\n{"step": 41}\n')
+        rows = (json.dumps({"step": step, "seconds": {}}) for step in (0, 40, 41))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     assert [row["step"] for row in monitor.open_log(run, model, [])] == [0, 40]
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
 
@@ -219,11 +220,11 @@ def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, mo
 
 FULL = {  # when the disk is full, and the newest checkpoint then
     "settings.json": (Path, "write_text", 1, []),
-    "first trainer.pt": (Path, "write_bytes", 4, []),
+    "first trainer.pt": (Path, "write_bytes", 5, []),
     "a line of metrics.jsonl": (builtins, "open", 2, [1], "metrics.jsonl"),
-    "a checkpoint's model": (Path, "write_bytes", 5, [1]),
-    "skill.json at the end": (Path, "write_text", 9, [3]),
-    "out/model": (Path, "write_bytes", 17, [3]),
+    "a checkpoint's model": (Path, "write_bytes", 7, [1]),
+    "skill.json at the end": (Path, "write_text", 6, [3]),
+    "out/model": (Path, "write_bytes", 22, [3]),
 }
 
 

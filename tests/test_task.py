@@ -37,9 +37,9 @@ def asking_less(question, text, hit_limit):
 
 WRONG = {  # what of the toy task is replaced, by what, and what is said
     "too few": ("make_questions", lambda *args: HONEST(*args)[:3], "returned 3 questions where 4 were asked for"),
-    "no Question": ("make_questions", lambda items, n, *rest: ["1?"] * n, "returned '1.', which is no Question"),
-    "empty prompt": ("make_questions", asking(prompt=""), "which is no Question with a kind, a prompt"),
-    "no stop": ("make_questions", asking(stop=None), "which is no Question with a kind, a prompt and a `stop` of text"),
+    "no Question": ("make_questions", lambda items, n, *rest: ["1?"] * n, "returned '1.': expected a Question"),
+    "empty prompt": ("make_questions", asking(prompt=""), "expected a Question with a kind, a prompt"),
+    "no stop": ("make_questions", asking(stop=None), "expected a Question with a kind, a prompt and a `stop`"),
     "kind": ("make_questions", asking(kind="shrot"), "LIMITS have no entry for questions of the kind 'shrot'"),
     "truth": ("make_questions", asking(truth={1}), "truth of .* has to be what JSON can hold .*set"),
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on, .* and 0 held out"),
@@ -68,7 +68,7 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "kind a list": (
         "make_questions",
         asking(kind=["short"]),
-        "which is no Question with a kind, a prompt and a `stop`",
+        "expected a Question with a kind, a prompt and a `stop`",
     ),
     "two stops": ("make_questions", stopping, "short questions have different stops, '[ab]' and '[ab]'; give them one"),
     "changes items": ("make_questions", marking, "make_questions changes its items, so a resumed"),
@@ -141,6 +141,7 @@ def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
         file.write_text(inspect.getsource(toy).replace("DEFAULTS = {}", 'DEFAULTS = {"LR": 3.0}'))
         loaded = task.load(file)
         assert loaded.__file__ == str(file) and loaded.LIMITS == toy.LIMITS and task.load(file) is loaded
+    settings.take_defaults(loaded.DEFAULTS)
     assert settings.setting("LR", 1.0, "") == 3.0
     (tmp_path / "task.txt").touch()
     for name, sentence in (("nothing.py", "no such Python file"), ("task.txt", "no such Python file")):

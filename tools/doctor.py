@@ -137,7 +137,7 @@ def shown(metrics, *names):
 def refusal(metrics, dtype):
     """(True, the sentence with which train.py would not go on), or (False, "")."""
     try:
-        train.check_start(metrics, dtype)
+        monitor.check_start(metrics, dtype, train.task.LIMITS)
     except SystemExit as end:
         return True, str(end).removeprefix("error: ").capitalize()
     return False, ""
