@@ -250,7 +250,7 @@ def load_model(source, device, dtype):
     """The model to train."""
     model, longest = GPT.load(source).to(device).set_compute_dtype(dtype), max(task.LIMITS.values())
     tokens = max(microbatch_tokens(model), GROUP_SIZE * longest)
-    model.recompute = hardware.must_recompute(model.config, tokens, longest, device, dtype)
+    model.recompute = hardware.must_recompute(model, tokens, longest)
     return model
 
 

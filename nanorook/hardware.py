@@ -24,13 +24,15 @@ def flush_denormals():
     torch.set_flush_denormal(True)
 
 
-def must_recompute(config, tokens, keys, device, dtype):
+def must_recompute(model, tokens, keys):
     """Whether blocks are to be computed again in the backward pass, which takes a third longer: if not, what they keep
-    of `tokens`, each with a score for each of `keys`, would be, roughly counted, more than a third of the memory."""
-    kept = tokens * config.n_layer * (20 * config.n_embd + 2 * config.n_head * keys) * dtype.itemsize
+    of `tokens`, each with a score for each of `keys`, would be, roughly counted, more than half of the memory."""
+    config, device = model.config, model.wte.weight.device
+    width = 2 * sum(sum(p.shape) for p in model.h.parameters() if p.ndim == 2)  # what goes into matrices and comes out
+    kept = tokens * (width + 3 * config.n_layer * config.n_head * keys) * model.dtype.itemsize
     if device.type == "cuda":
-        return kept > torch.cuda.get_device_properties(device).total_memory / 3
-    return kept > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 3
+        return kept > torch.cuda.get_device_properties(device).total_memory / 2
+    return kept > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
 
 def fastest_dtype(device):
