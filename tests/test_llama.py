@@ -138,7 +138,7 @@ def refused(folder, **changes):
 REFUSED = {
     "model_type is 'mixtral', but only gpt2, llama, qwen2, qwen3 are supported": {"model_type": "mixtral"},
     "use_sliding_window is True, but only False": {"use_sliding_window": True},
-    "layer_types is 'sliding_attention', but only 'full_attention'": {"layer_types": ["full_attention", "sliding_attention"]},
+    "layer_types is 'sliding_attention', but only 'full_attention'": {"layer_types": ["sliding_attention"]},
     "quantization_config is {'bits': 4}, but only None": {"quantization_config": {"bits": 4}},
     "rope_type is 'yarn', but only 'default' or 'llama3'": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'gelu', but only 'silu'": {"hidden_act": "gelu"},
