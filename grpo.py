@@ -178,22 +178,18 @@ def schedule(step, steps, warmup, kind):
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
 
-def unchanged(logits):
-    return logits
-
-
-def logprobs_and_entropy(states, tokens, temperature=1.0, head=unchanged, V=0):
+def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
     """States (N, T, C), of which `head` makes logits (N, T, V), and tokens (N, T) -> the tokens' logprobs and the
     entropy of the sampled distribution, softmax(logits / temperature), both (N, T) in fp32.
 
     The entropy has no gradient: it is a metric. fp32 copies of the logits, the largest tensors of all with GPT-2's
     vocabulary, exist for a few rows at a time, as do more than 2^28 logits: the backward pass makes them again.
     """
-    if few := tokens.numel() * V <= 2**28:
-        states, head = head(states), unchanged  # (N, T, V)
+    if (few := tokens.numel() * V <= 2**28) and head:
+        states, head = head(states), None  # (N, T, V)
 
     def of_rows(states, tokens):
-        logits = head(states)
+        logits = head(states) if head else states
         wide = torch.promote_types(logits.dtype, torch.float32)
         logp = (logits.to(wide) / temperature).log_softmax(-1)
         entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0

@@ -221,9 +221,7 @@ class GPT(nn.Module):
             x = recomputed(block, x, layer, attend) if self.recompute else block(x, layer, attend)
         return x
 
-    @property
-    def head_weight(self):  # (V, C)
-        return self.wte.weight
+    head_weight = property(lambda self: self.wte.weight)  # (V, C)
 
     def head(self, x):
         weight = self.head_weight if self.unembedding is None else self.unembedding

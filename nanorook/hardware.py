@@ -50,7 +50,8 @@ def fastest_dtype(device):
 
 def bytes_of_a_token(model, keys):
     c, width = model.config, model.dtype.itemsize
-    block = (12 + 13 * width) * c.n_embd + width * c.n_head * keys
+    sizes = sum(sum(p.shape) for p in model.h[0].parameters() if p.ndim == 2)  # 16 · n_embd in GPT-2
+    block = 12 * c.n_embd + width * (sizes * 13 / 16 + c.n_head * keys)
     blocks = block + 4 * c.n_layer * c.n_embd if model.recompute else c.n_layer * block  # one, and the inputs of all
     return blocks + 3 * width * c.vocab_size
 
