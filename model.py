@@ -21,7 +21,7 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from nanorook.folder import fetch, read_config, read_weights
-from nanorook.settings import refuse
+from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
@@ -40,7 +40,7 @@ class GPTConfig:
 
 
 @dataclass
-class Prompt:
+class Prefix:
     """The part of the prompts that a group's rows share: keys and values of all tokens but the last one, which is the
     first that each row feeds to the model, to predict its first new token. Here P counts the tokens before it."""
 
@@ -52,7 +52,7 @@ class Prompt:
     def select(self, groups):
         """The prompts of some groups only."""
         keys, values = [k[groups] for k in self.keys], [v[groups] for v in self.values]
-        return Prompt(keys, values, self.lengths[groups], self.bias[groups])
+        return Prefix(keys, values, self.lengths[groups], self.bias[groups])
 
 
 class Linear(nn.Linear):
@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    dtype = torch.float32  # of the matrix products, see use()
+    dtype = torch.float32  # of the matrix products, see set_compute_dtype()
     tokenizer = None  # load() sets it
 
     def __init__(self, config):
@@ -141,7 +141,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.n_positions, C, _weight=torch.empty(config.n_positions, C))
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
-        self.register_buffer("unembedding", None, persistent=False)  # of a cast() twin; else the head is tied to wte
+        self.register_buffer("unembedding", None, persistent=False)  # inference copies only; else wte is the head
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if p.is_meta:
                 continue  # load() fills it; normal_ on meta tensors would import much of torch, for two seconds
@@ -174,29 +174,29 @@ class GPT(nn.Module):
         self.trunk(tokens, positions, attend)
         padding = positions >= lengths[:, None] - 1  # (B, P - 1)
         bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
-        return Prompt(keys, values, lengths - 1, bias)
+        return Prefix(keys, values, lengths - 1, bias)
 
     def score(self, tokens, lengths, completions):
         """Training: logits (N, T, V) of each token of `completions` (N, T), whose groups share the prompts
         `tokens` (B, P)."""
         (N, T), B, device = completions.shape, len(tokens), tokens.device
-        prompt = self.prefill(tokens, lengths)
+        prefix = self.prefill(tokens, lengths)
         bias = causal_bias(T, device)
 
         def attend(layer, q, k, v):
-            shared = prompt.keys[layer], prompt.values[layer], prompt.bias
+            shared = prefix.keys[layer], prefix.values[layer], prefix.bias
             return shared_attention(grouped(q, B), grouped(k, B), grouped(v, B), bias, *shared)
 
         last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
         inputs = torch.cat([last, completions[:, :-1]], 1)
-        return self.head(self.trunk(inputs, self.places(prompt, N, torch.arange(T, device=device)), attend))
+        return self.head(self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend))
 
-    def decode(self, tokens, prompt, cache, t):
+    def decode(self, tokens, prefix, cache, t):
         """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
 
         On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
         """
-        B, room = len(prompt.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
+        B, room = len(prefix.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
         bias = torch.where(room <= t, 0.0, -math.inf)  # what is not written yet must not be seen
         at = t if torch.is_tensor(t) else slice(t, t + 1)
 
@@ -204,14 +204,14 @@ class GPT(nn.Module):
             own_k, own_v = cache.keys[layer], cache.values[layer]
             own_k[:, :, :, at] = grouped(k, B).to(own_k.dtype)
             own_v[:, :, :, at] = grouped(v, B).to(own_v.dtype)
-            shared = prompt.keys[layer], prompt.values[layer], prompt.bias
+            shared = prefix.keys[layer], prefix.values[layer], prefix.bias
             return shared_attention(grouped(q, B).to(own_k.dtype), own_k, own_v, bias, *shared)
 
-        return self.head(self.trunk(tokens, self.places(prompt, len(tokens), t), attend))[:, 0]
+        return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 
-    def places(self, prompt, N, t):
+    def position_ids(self, prefix, N, t):
         """Positions (N, T) of the inputs number `t` after the prompt. A row beyond the last position has ended."""
-        lengths = prompt.lengths.repeat_interleave(N // len(prompt.lengths))[:, None]
+        lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 
     def trunk(self, tokens, positions, attend):
@@ -225,15 +225,15 @@ class GPT(nn.Module):
         weight = self.wte.weight if self.unembedding is None else self.unembedding
         return F.linear(x.to(self.dtype), weight.to(self.dtype))
 
-    def use(self, dtype):
+    def set_compute_dtype(self, dtype):
         """Matrix products are in `dtype` from now on; weights, residuals and layer norms stay as they are."""
         for layer in self.modules():
             if isinstance(layer, Linear | GPT):
                 layer.dtype = dtype
         return self
 
-    def cast(self, dtype):
-        """A twin without gradients, for sampling or as a reference: it computes what use(dtype) computes, from matrices
+    def inference_copy(self, dtype):
+        """A twin without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
         that are cast once and not at every token. All other weights it shares with this model."""
         with torch.device("meta"):
             twin = GPT(self.config)
@@ -243,11 +243,11 @@ class GPT(nn.Module):
                 layer.to(dtype)
         twin.unembedding = self.wte.weight.detach().to(dtype)
         twin.tokenizer = self.tokenizer
-        return twin.use(dtype).requires_grad_(False)
+        return twin.set_compute_dtype(dtype).requires_grad_(False)
 
     @torch.no_grad()
-    def follow(self, model):
-        """This twin of `model` takes over its weights, which have changed since cast()."""
+    def sync_from(self, model):
+        """This twin of `model` takes over its weights, which have changed since it was made."""
         self.load_state_dict(model.state_dict())
         self.unembedding.copy_(model.wte.weight)
 
@@ -265,15 +265,15 @@ class GPT(nn.Module):
                 found[name.removeprefix("transformer.")] = turned.float().contiguous()
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
-            refuse(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
+            fail(f"{folder}: lm_head.weight differs from wte.weight, but GPT-2's head is tied to it.")
         try:
             model.load_state_dict(found, assign=True)  # each tensor, and no other
         except RuntimeError as error:
-            refuse(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
+            fail(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
         model.requires_grad_(True)
         model.tokenizer = Tokenizer.load(folder)  # GPT-2's own where the folder has no tokenizer files
         if model.tokenizer.vocab_size > config.vocab_size:
-            refuse(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
+            fail(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
         config.eos_token_id = model.tokenizer.eos
         return model
 

@@ -18,10 +18,11 @@ from pathlib import Path
 import chess
 from rapidfuzz.distance import Levenshtein
 
-from nanorook import parallel, positions, stockfish
-from nanorook.positions import contract_board, environment_move, expand_board, held_out
-from nanorook.settings import refuse, setting
+from nanorook import parallel
+from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
+from rook import positions, stockfish
+from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
 MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.125, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
@@ -47,7 +48,7 @@ def load(source, config):
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
         parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves go unpaid there: "
-                     "install Stockfish, or use tools.label.")  # fmt: skip
+                     "install Stockfish, or use rook.label.")  # fmt: skip
     return positions.split(found)
 
 
@@ -86,7 +87,7 @@ def question(text, config):
     if move:
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
-        refuse(f"in {fen} no move is legal; ask about another position, or add a move.")
+        fail(f"in {fen} no move is legal; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
 
 
@@ -94,11 +95,11 @@ def typed_board(fen):
     try:
         return chess.Board(positions.verify(positions.Position(contract_board(fen), (), ())).fen)
     except ValueError:
-        refuse(f"{fen!r:.80} is not the FEN of a possible position; TASK=FILE.py asks about another task.")
+        fail(f"{fen!r:.80} is not the FEN of a possible position; TASK=FILE.py asks about another task.")
 
 
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
-# whose tokens are bytes, or bytes and squares' names (tools/pretrain.py): a board has one character for each square and
+# whose tokens are bytes, or bytes and squares' names (rook/pretrain.py): a board has one character for each square and
 # a prompt has a fixed number of tokens, so that a square always stands at the same place.
 
 WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
@@ -110,7 +111,7 @@ WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
 def chess_format(config):
     name = config.extra.get("chess_format", "rookworld")
     if name not in ("rookworld", *WIDTH):
-        refuse(f"config.json: chess_format is {name!r}, but it has to be 'rookworld', 'expanded' or 'squares'.")
+        fail(f"config.json: chess_format is {name!r}, but it has to be 'rookworld', 'expanded' or 'squares'.")
     return name
 
 

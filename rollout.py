@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 CHECK_EVERY = 8  # tokens between two checks of which rows have ended; on CUDA each makes the host wait
 GROW_BY = 16  # tokens by which a CPU's cache grows
@@ -66,19 +66,19 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
             prompts = [model.tokenizer.encode(question.prompt) for question in asked]
             room = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
             if min(room) < 1:
-                refuse(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
-                       f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
+                fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
+                     f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
             uniform = None if noise is None else noise[part, :, : max(room)].flatten(0, 1)  # (N, T)
             stop = asked[0].stop.encode()
             stops = [i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token]
             batch = generate(model, prompts, group_size, room, temperature, uniform, stops)
             lengths = batch.completion_mask.sum(1).tolist()
-            pairs = [read(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
+            pairs = [detokenize(model.tokenizer, row[:length]) for row, length in zip(batch.tokens.tolist(), lengths)]
             owners = [question for question in asked for _ in range(group_size)]
             yield batch, [Answer(q, *pair, cut) for q, pair, cut in zip(owners, pairs, batch.hit_limit.tolist())]
 
 
-def read(tokenizer, tokens):
+def detokenize(tokenizer, tokens):
     """(text, ends) up to the end token: `ends` has for each token the number of characters up to its end. Ids without
     a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
     tokens = tokens[: tokens.index(tokenizer.eos)] if tokenizer.eos in tokens else tokens
@@ -100,10 +100,10 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
     limits = torch.tensor(limits, device=device).repeat_interleave(group_size)  # (N,)
     stops = torch.tensor([eos, *stops], device=device)
     noise = torch.rand(N, T, device=device) if noise is None else noise.to(device)
-    prompt = model.prefill(prompt_tokens, lengths)
+    prefix = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if device.type == "cuda" else torch.float32  # on a CPU small products are faster in fp32
-    prompt.keys = [k.to(dtype).contiguous() for k in prompt.keys]
-    prompt.values = [v.to(dtype).contiguous() for v in prompt.values]
+    prefix.keys = [k.to(dtype).contiguous() for k in prefix.keys]
+    prefix.values = [v.to(dtype).contiguous() for v in prefix.values]
     room = T if device.type == "cuda" else 0  # a captured graph needs fixed shapes
     cache = Cache.empty(model.config, B, group_size, room, device, dtype)
 
@@ -115,7 +115,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
     alive = torch.ones(N, dtype=torch.bool, device=device)
 
     def step(t):
-        logits = model.decode(newest, prompt, cache, t)  # (N, V)
+        logits = model.decode(newest, prefix, cache, t)  # (N, V)
         at = t if torch.is_tensor(t) else torch.tensor([t])
         if temperature == 0:
             token = logits.argmax(-1)
@@ -152,11 +152,11 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, st
             if (t + 1) % CHECK_EVERY == 0:
                 if not alive.any():
                     break
-                if (keep := rows_to_keep(alive.view(len(prompt.lengths), -1))) is not None:
+                if (keep := rows_to_keep(alive.view(len(prefix.lengths), -1))) is not None:
                     groups, members = keep
-                    going_on = (groups[:, None] * (len(rows) // len(prompt.lengths)) + members).flatten()
+                    going_on = (groups[:, None] * (len(rows) // len(prefix.lengths)) + members).flatten()
                     rows, newest, alive = rows[going_on], newest[going_on], alive[going_on]
-                    cache, prompt = cache.select(groups, members), prompt.select(groups)
+                    cache, prefix = cache.select(groups, members), prefix.select(groups)
 
     ended = (tokens[:, :, None] == stops).any(2)
     mask = (ended.cumsum(1) - ended.long() == 0) & (torch.arange(T, device=device) < limits[:, None])

@@ -32,7 +32,7 @@ from model import GPT
 from nanorook import hardware, monitor, parallel, settings
 from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, restore, write
-from nanorook.settings import heading, refuse, setting
+from nanorook.settings import fail, heading, setting
 from nanorook.task import check_grades, graded, make_questions
 from rollout import microbatches, sample
 
@@ -99,7 +99,7 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 # ---- One step ----------------------------------------------------------------------------------------------
 
 
-def compare(batch, answers, seed=""):
+def add_advantages(batch, answers, seed=""):
     """The batch with advantages: each reward, or each of its pieces (see CREDIT), minus the mean of its group."""
     T = batch.tokens.shape[1]
     if CREDIT == "piece":
@@ -201,15 +201,15 @@ def check_start(metrics, dtype):
     """Refuses a run whose model does not write answers, or whose sampler, policy and reference differed before the
     first update."""
     if metrics.get("structure", 1.0) < 0.2:
-        refuse(f"only {metrics['structure']:.0%} of the first answers have the structure of one, and {metrics['hit_limit']:.0%} "
-               f"hit their limit: if most do, raise the task's LIMITS {task.LIMITS}; else the model does not speak this "
-               "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
+        fail(f"only {metrics['structure']:.0%} of the first answers have the structure of one, and {metrics['hit_limit']:.0%} "
+             f"hit their limit: if most do, raise the task's LIMITS {task.LIMITS}; else the model does not speak this "
+             "format, so check its weights and config.json, or pretrain it.")  # fmt: skip
     gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
-        refuse(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
-               "weights that are not finite can cause.")  # fmt: skip
+        fail(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
+             "weights that are not finite can cause.")  # fmt: skip
     if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
-        refuse(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
+        fail(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def evaluate(model, questions, file, step):
     """{"policy legal T=0": [the value for each question], ...}, see monitor.figures, greedy and as sampled in training,
     by all processes together; `file` gets each kind's first answers at TEMPERATURE. SEED decides what is drawn."""
     figures, mine = {}, slice(parallel.rank(), None, parallel.world())
-    noise, model = uniform_numbers(len(questions), 1, SEED)[mine], model.cast(model.dtype)
+    noise, model = uniform_numbers(len(questions), 1, SEED)[mine], model.inference_copy(model.dtype)
     for temperature in (0.0, TEMPERATURE):
         parts = sample(model, questions[mine], 1, task.LIMITS, temperature, noise, EVAL_ROWS)
         parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
@@ -241,7 +241,7 @@ def evaluate(model, questions, file, step):
     return dict(sorted(figures.items(), key=lambda item: item[0].split(" ")[0]))
 
 
-def examine(run, model, questions, title):
+def evaluate_and_record(run, model, questions, title):
     """One more column in the run's table of held-out skill; the seconds that it took."""
     clock = time.time()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
@@ -261,7 +261,7 @@ def make_optimizer(model):
 
 
 def make_reference(model):
-    return copy.deepcopy(model).cast(model.dtype)  # frozen
+    return copy.deepcopy(model).inference_copy(model.dtype)  # frozen
 
 
 def start():
@@ -270,21 +270,21 @@ def start():
     device = parallel.start(hardware.choose_device(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
     if BATCH_POSITIONS % world:
-        refuse(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of "
-               f"{world}.")  # fmt: skip
+        fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of "
+             f"{world}.")  # fmt: skip
     run = Run(OUT_DIR)
     if lead:
-        run.hold()
+        run.acquire_lock()
         source = MODEL or task.start_model()
-        run.protect(source)
+        run.forbid_model_inside(source)
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
     if len(set(parallel.gather([run.step]))) > 1:
-        refuse(f"the processes see other checkpoints: OUT_DIR={OUT_DIR} has to be a folder that all machines share.")
+        fail(f"the processes see other checkpoints: OUT_DIR={OUT_DIR} has to be a folder that all machines share.")
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = GPT.load(source).to(device).use(dtype)
+    model = GPT.load(source).to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None
     optimizer = make_optimizer(model)
     if resumed:
@@ -293,8 +293,8 @@ def start():
 
     items, held_out = task.load(DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
-        refuse(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
-               f"{len(held_out)} held out; give more of them.")  # fmt: skip
+        fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
+             f"{len(held_out)} held out; give more of them.")  # fmt: skip
     make_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
     questions = make_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -311,9 +311,9 @@ def main():
     settings.finish()
     hardware.flush_denormals()
     run, model, reference, optimizer, items, eval_questions = start()
-    lead, world, sampler = parallel.rank() == 0, parallel.world(), model.cast(model.dtype)
+    lead, world, sampler = parallel.rank() == 0, parallel.world(), model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
-    evaluation_seconds = 0.0 if run.skill else examine(run, model, eval_questions, "before")
+    evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
     signals = catch_signals()
     while run.step < STEPS:
         # Questions and answers
@@ -321,7 +321,7 @@ def main():
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
         questions = make_questions(task, items, BATCH_POSITIONS, rng, model.config)
         noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
-        sampler.follow(model)
+        sampler.sync_from(model)
         mine = slice(parallel.rank(), None, world)
         rollouts = list(sample(sampler, questions[mine], GROUP_SIZE, task.LIMITS, TEMPERATURE, noise[mine]))
         clock.append(time.time())
@@ -329,7 +329,7 @@ def main():
         # Rewards and advantages
         rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
         answers = parallel.gather([answer for _, part in rollouts for answer in part])
-        batches = [compare(batch, part, f"{SEED}/{step}/") for batch, part in rollouts]
+        batches = [add_advantages(batch, part, f"{SEED}/{step}/") for batch, part in rollouts]
         clock.append(time.time())
 
         # Loss, gradient, guard, optimizer
@@ -368,7 +368,7 @@ def main():
         stopping = parallel.gather(signals)
         due = EVAL_EVERY > 0 and run.step % EVAL_EVERY == 0 and run.step < STEPS
         if due:
-            evaluation_seconds = examine(run, model, eval_questions, f"step {run.step}")
+            evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizer)
         if stopping and run.step < STEPS:
@@ -376,7 +376,7 @@ def main():
             sys.exit(128 + stopping[0])
 
     if "after" not in run.skill:
-        examine(run, model, eval_questions, "after")
+        evaluate_and_record(run, model, eval_questions, "after")
     if lead:
         run.save(model, optimizer)
         parallel.log(monitor.table(run.skill))
@@ -390,11 +390,11 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
     except OSError as error:
-        refuse(f"a file could not be read or written ({error}); {continuation(OUT_DIR, FRESH)}")
+        fail(f"a file could not be read or written ({error}); {continuation(OUT_DIR, FRESH)}")
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-            refuse(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or '32768 (on a CPU 4096)'}, GROUP_SIZE={GROUP_SIZE} or "
-                   f"the limits of new tokens {task.LIMITS}; {continuation(OUT_DIR, FRESH)}")  # fmt: skip
+            fail(f"out of memory: lower MICROBATCH_TOKENS={MICROBATCH_TOKENS or '32768 (on a CPU 4096)'}, GROUP_SIZE={GROUP_SIZE} or "
+                 f"the limits of new tokens {task.LIMITS}; {continuation(OUT_DIR, FRESH)}")  # fmt: skip
         if not parallel.another_has_ended(error):
             raise
-        refuse(f"another process of this run has ended, see above; {continuation(OUT_DIR, FRESH)}")
+        fail(f"another process of this run has ended, see above; {continuation(OUT_DIR, FRESH)}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from examples.start import make_start_model
-from nanorook.settings import refuse
+from nanorook.settings import fail
 from nanorook.task import Grade, Question
 
 # Other defaults for settings of train.py; a user still changes them as NAME=value.
@@ -42,7 +42,7 @@ def make_questions(items, count, rng, config):
 def question(text, config):
     letters = text.removesuffix("=").split()
     if len(letters) != 5 or not set(letters) <= set(ascii_lowercase) or len(set(letters)) < 5:
-        refuse(f"{text!r} is not five different letters with spaces between them, such as 'k f q b t'.")
+        fail(f"{text!r} is not five different letters with spaces between them, such as 'k f q b t'.")
     return Question("letters", f"{' '.join(letters)} =", "".join(sorted(letters, reverse=True)))
 
 

@@ -14,9 +14,9 @@ import argparse
 import gzip
 
 import rewards
-from nanorook import positions
-from nanorook.settings import refuse
-from nanorook.stockfish import MATE
+from nanorook.settings import fail
+from rook import positions
+from rook.stockfish import MATE
 
 DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.0, EVAL_POSITIONS=1000)
 DEFAULTS |= dict(EVAL_EVERY=0, OUT_DIR="runs/mates")
@@ -50,7 +50,7 @@ def question(text, config):
     """A FEN, typed at tools.ask."""
     asked = ask("mates", positions.Position(rewards.typed_board(text.strip()).fen(), (), ()), config)
     if not asked.truth["legal"]:
-        refuse(f"in {text.strip()} no move is legal; ask about another position.")
+        fail(f"in {text.strip()} no move is legal; ask about another position.")
     return asked if asked.truth["mate"] else asked._replace(kind="moves")
 
 

@@ -21,7 +21,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 OUTSIDE = re.compile(r"[A-Z]|external")
 OCAML = "ocaml -noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
@@ -64,14 +64,14 @@ def judge(text, tests):
 def toplevel():
     """The process of OCaml that judges."""
     if not shutil.which("ocaml"):
-        refuse("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
+        fail("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with tempfile.TemporaryDirectory() as folder:  # deleted at once: no file can be made in it
         command, env = [*without_network(), *OCAML], {"PATH": os.environ["PATH"]}
         process = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **pipes)  # without our Ctrl-C
         ready = process.stdout.readline()
     if ready != b"ready\n":
-        refuse(f"OCaml was found but cannot judge; this command says why: {' '.join(OCAML)}")
+        fail(f"OCaml was found but cannot judge; this command says why: {' '.join(OCAML)}")
     for bound, value in BOUNDS.items():
         resource.prlimit(process.pid, bound, (value, value))
     return process

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig
-from nanorook.settings import refuse
+from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, hea
         examples = [[tokenizer.encode(text) for text in write(rng)] for _ in range(batch)]
         longest = max(len(prompt) + len(answer) for prompt, answer in examples) + 1  # the end token
         if longest > positions:
-            refuse(f"an example for {folder} has {longest} tokens, more than the {positions} positions of its model.")
+            fail(f"an example for {folder} has {longest} tokens, more than the {positions} positions of its model.")
         tokens = torch.full((batch, longest), tokenizer.eos)
         targets = torch.full((batch, longest), -100)  # -100: no target, which is so in prompts and padding
         for row, (prompt, answer) in enumerate(examples):

@@ -13,7 +13,7 @@ from itertools import accumulate, product
 from pathlib import Path
 
 from examples.start import make_start_model
-from nanorook.settings import refuse, setting
+from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.0, EVAL_POSITIONS=400)
@@ -56,7 +56,7 @@ def make_questions(items, count, rng, config):
 def question(text, config):
     """The question that a text is, also one that a user types at tools.ask."""
     if not re.fullmatch(rf"[1-9] nuts(, ({'|'.join(SIGNS)}) [1-8])+\?", text):
-        refuse(f"{text!r:.80} is not written like '7 nuts, gets 2, eats 4?'.")
+        fail(f"{text!r:.80} is not written like '7 nuts, gets 2, eats 4?'.")
     events = re.findall(r"(\w+) (\d)", text)
     return Question("sums", text, [int(text[0]), *((SIGNS[word], int(number)) for word, number in events)])
 

@@ -15,7 +15,7 @@ import torch
 from model import GPT
 from nanorook import hardware, monitor, task
 from rollout import sample
-from tools.evaluate import pass_at_k
+from rook.benchmark import pass_at_k
 
 KS = 1, 4, 16, 64
 
@@ -23,7 +23,7 @@ KS = 1, 4, 16, 64
 def tries(module, name, count):
     """{kind: [the metrics of KS[-1] answers to a question, those to the next one, ...]}"""
     device = hardware.choose_device()
-    model = GPT.load(name).to(device).cast(hardware.fastest_dtype(device))
+    model = GPT.load(name).to(device).inference_copy(hardware.fastest_dtype(device))
     _, held_out = module.load("builtin", model.config)
     questions = task.make_questions(module, held_out, min(count, len(held_out)), random.Random(0), model.config)
     noise = torch.rand(len(questions), KS[-1], max(module.LIMITS.values()), generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nanorook import monitor
 from nanorook.run import write
-from nanorook.settings import number, refuse
+from nanorook.settings import fail, number
 from nanorook.statistics import differences, gain, interval, known, over_seeds, shared_variance
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +52,7 @@ def run(folder, arguments):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
             if subprocess.run(command, cwd=ROOT, stdout=log).returncode:
-                refuse(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
+                fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
     gains = rounded({name: gain(first[name], last[name]) for name in last if name in first})
@@ -99,7 +99,7 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
-        refuse("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
+        fail("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
     matplotlib.use("Agg")  # no window
     import matplotlib.pyplot
 

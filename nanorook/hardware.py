@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 
 def choose_device(name="auto"):
@@ -14,7 +14,7 @@ def choose_device(name="auto"):
     gpus = torch.cuda.device_count()
     usable = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"] if gpus else ["cpu"]
     if name not in ("auto", *usable):
-        refuse(f"this machine has no device {name} to train on; use auto, {', '.join(usable)}.")
+        fail(f"this machine has no device {name} to train on; use auto, {', '.join(usable)}.")
     return torch.device(usable[0] if name == "auto" else name)
 
 

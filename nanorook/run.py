@@ -20,7 +20,7 @@ from zipfile import ZipFile
 import torch
 
 from nanorook import parallel, settings
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()  # by a run
@@ -40,28 +40,28 @@ class Run:
         self.good = None  # the last state known to be healthy, see snapshot()
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
 
-    def hold(self):
+    def acquire_lock(self):
         """Holds OUT_DIR, which has to be empty or a run's, until this process ends, however it ends."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            refuse(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
+            fail(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
         if (found := self.found()) and not (self.out / "settings.json").exists():  # the first file that a run writes
-            refuse(f"OUT_DIR={self.out} holds {found[0].name}, which no run has made; name another folder.")
+            fail(f"OUT_DIR={self.out} holds {found[0].name}, which no run has made; name another folder.")
 
-    def protect(self, source):
+    def forbid_model_inside(self, source):
         """The start model is read again when a run goes on, so the run must not overwrite it."""
         if Path(source).resolve().is_relative_to(self.out.resolve()):
-            refuse(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
+            fail(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
     def found(self):
         """What a run has made; where no run has been, a `model` is somebody's."""
         return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
 
     def clear(self):
-        for path in sorted(self.found(), key=lambda path: path.name == "settings.json"):  # last: see hold()
+        for path in sorted(self.found(), key=lambda path: path.name == "settings.json"):  # last: see acquire_lock()
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -81,13 +81,13 @@ class Run:
                 parallel.log(f"{folder} is damaged ({type(error).__name__}), so the checkpoint before it is used.")
         else:
             if folders:
-                refuse(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
+                fail(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
             return None
-        settings.compare(saved["settings"], parallel.log)
+        settings.check_resumed(saved["settings"], parallel.log)
         finished = self.step == steps and "after" in self.skill and (self.out / "model").exists()
         if finished or self.step > steps:
-            refuse(f"{self.out} holds a run of {self.step} steps, which STEPS={steps} does not continue; raise it, "
-                   "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
+            fail(f"{self.out} holds a run of {self.step} steps, which STEPS={steps} does not continue; raise it, "
+                 "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
         parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
@@ -101,7 +101,7 @@ class Run:
         """To the last good state. What led away from it would do so again, so the learning rate is lowered."""
         self.rollbacks += 1
         if self.rollbacks == 3:
-            refuse("the run failed for the third time; lower LR, or see the last line's advice.")
+            fail("the run failed for the third time; lower LR, or see the last line's advice.")
         restore(model, optimizer, **copy.deepcopy(self.good))
         self.lr_factor *= lr_factor
         self.skipped_in_a_row = 0

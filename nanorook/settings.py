@@ -16,7 +16,7 @@ HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
 
 
-def refuse(message):
+def fail(message):
     """Ends the program with one line; of an error at its end, what that says first."""
     sys.exit(f"error: {message}".splitlines()[0])
 
@@ -40,9 +40,9 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
     try:
         value = text if kind is str else number(kind, low, high)(text)
     except argparse.ArgumentTypeError as error:
-        refuse(f"{name}={error}")
+        fail(f"{name}={error}")
     if one_of is not None and value not in one_of:
-        refuse(f"{name}={value} is not one of {', '.join(one_of)}.")
+        fail(f"{name}={value} is not one of {', '.join(one_of)}.")
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
 
@@ -81,10 +81,10 @@ def finish(program="./train.sh"):
         if not equals or name not in SETTINGS:
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)
             hint = f"did you mean {near[0]}={value or SETTINGS[near[0]][0]}?" if near else "--help lists the settings."
-            refuse(f"{argument} is not a setting in the form NAME=value; {hint}")
+            fail(f"{argument} is not a setting in the form NAME=value; {hint}")
     for name, value in GIVEN["defaults"].items():
         if name not in SETTINGS or SETTINGS[name][0] != as_text(value):  # else it was defined before the task's file
-            refuse(f"the task's DEFAULTS name {name}, which is not a setting that train.py defines after TASK.")
+            fail(f"the task's DEFAULTS name {name}, which is not a setting that train.py defines after TASK.")
     for name in GIVEN["environment"]:
         near = difflib.get_close_matches(name, SETTINGS, 1, 0.85)
         if near and name not in SETTINGS:  # it may be another program's
@@ -96,10 +96,10 @@ def values():
     return {name: value for name, (_, _, value) in SETTINGS.items()}
 
 
-def compare(old, log):
+def check_resumed(old, log):
     """Settings of a run that is resumed: what would make it another run is refused, other changes are listed."""
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
             if name in ("MODEL", "DATA", "TASK", "SEED"):
-                refuse(f"this run was started with {name}={old[name]}; use that again, or name another OUT_DIR.")
+                fail(f"this run was started with {name}={old[name]}; use that again, or name another OUT_DIR.")
             log(f"{name} was {old[name]} and is now {value}")

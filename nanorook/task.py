@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
-from nanorook.settings import GIVEN, refuse
+from nanorook.settings import GIVEN, fail
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,7 +63,7 @@ def load(file) -> Task:
     """The module of a task file, by its path from here or from the project's folder; its DEFAULTS replace those of the
     settings that follow."""
     paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
-    path = next(paths, None) or refuse(f"TASK={file}: there is no such Python file.")
+    path = next(paths, None) or fail(f"TASK={file}: there is no such Python file.")
     for module in list(sys.modules.values()):  # a program may have imported it already
         if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
             break
@@ -74,10 +74,10 @@ def load(file) -> Task:
         spec.loader.exec_module(module)
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
         if not hasattr(module, name):
-            refuse(f"TASK={file} has no {name}; nanorook/task.py says what a task file provides.")
+            fail(f"TASK={file} has no {name}; nanorook/task.py says what a task file provides.")
     for kind, limit in module.LIMITS.items():
         if not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
-            refuse(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind is one word, its limit at least 1 token.")
+            fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind is one word, its limit at least 1 token.")
     GIVEN["defaults"] = module.DEFAULTS
     return module
 
@@ -86,7 +86,7 @@ def make_questions(task, items, count, rng, config):
     """The task's questions, held against the contract."""
     questions = task.make_questions(items, count, rng, config)
     if len(questions) != count:
-        refuse(f"the task's make_questions returned {len(questions)} questions where {count} were asked for.")
+        fail(f"the task's make_questions returned {len(questions)} questions where {count} were asked for.")
     return checked(task, questions)
 
 
@@ -94,13 +94,13 @@ def checked(task, questions):
     for question in questions:
         texts = {type(question.prompt), type(question.stop)} if isinstance(question, Question) else ()
         if texts != {str} or not question.prompt:
-            refuse(f"the task returned {question!r:.80}, which is no Question with a prompt and a `stop` of text.")
+            fail(f"the task returned {question!r:.80}, which is no Question with a prompt and a `stop` of text.")
         if question.kind not in task.LIMITS:
-            refuse(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
+            fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
         try:
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
-            refuse(f"the truth of {question.prompt!r:.60} has to be what JSON can hold ({error}).")
+            fail(f"the truth of {question.prompt!r:.60} has to be what JSON can hold ({error}).")
     return questions
 
 
@@ -122,7 +122,7 @@ def check_grades(answers):
     """Holds grades against the contract: an evaluation's, of which the first comes before the first step."""
     for answer in answers:
         if wrong := wrong_grade(answer.grade, answer.text):
-            refuse(f"the task's grade, of the answer {answer.text!r:.60} to {answer.question.prompt!r:.60}: {wrong}")
+            fail(f"the task's grade, of the answer {answer.text!r:.60} to {answer.question.prompt!r:.60}: {wrong}")
 
 
 def wrong_grade(grade, text):

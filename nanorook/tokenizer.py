@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tiktoken
 
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 TOKENIZER_FILES = "tokenizer.json vocab.json merges.txt".split()
 TOKENIZER_FILES += "tokenizer_config.json special_tokens_map.json added_tokens.json".split()
@@ -40,7 +40,7 @@ class Tokenizer:
         """From tokenizer.json, or from vocab.json and merges.txt; a folder without any gets GPT-2's own."""
         folder = Path(folder)
         if not folder.is_dir():
-            refuse(f"{folder}: there is no such folder.")
+            fail(f"{folder}: there is no such folder.")
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
         if not {"tokenizer.json", "vocab.json"} & files.keys():
             return cls.gpt2()
@@ -69,7 +69,7 @@ class Tokenizer:
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
             return cls(ranks, vocab[END], words, files)
         except Exception as error:  # what is wrong with a file may show anywhere
-            refuse(f"{folder}: expected a byte-level BPE as GPT-2's, with {END}; {type(error).__name__}: {error}")
+            fail(f"{folder}: expected a byte-level BPE as GPT-2's, with {END}; {type(error).__name__}: {error}")
 
     @classmethod
     def of_bytes(cls, pairs=()):
@@ -82,7 +82,7 @@ class Tokenizer:
         try:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
-            refuse(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
+            fail(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
         return cls({gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}, gpt2.eot_token, words=True)
 
 

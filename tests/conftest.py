@@ -15,9 +15,8 @@ import rewards
 import toy
 import train
 from model import GPT, GPTConfig
-from nanorook import positions, stockfish
 from nanorook.tokenizer import Tokenizer
-from tools import texts
+from rook import positions, stockfish, texts
 
 
 def pytest_runtest_setup(item):

@@ -25,7 +25,7 @@ NOISE = torch.rand(10, 18, generator=torch.Generator().manual_seed(3))
 
 
 def sampled(model, device="cuda", prompts=PROMPTS, **options):
-    twin = copy.deepcopy(model).to(device).cast(torch.float32)
+    twin = copy.deepcopy(model).to(device).inference_copy(torch.float32)
     limits, noise = [18] * len(prompts), NOISE[: 2 * len(prompts)].to(device)
     return toy.to_cpu(generate(twin, prompts, 2, limits, noise=noise, **options))
 

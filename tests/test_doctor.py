@@ -26,7 +26,7 @@ def examine(monkeypatch):
             monkeypatch.setattr(train, name, value)
         policy, reference = policy or toy.model(), reference or train.make_reference(toy.model())
         optimizer = torch.optim.AdamW(parameters or policy.parameters(), lr=train.LR, weight_decay=0)
-        checks = doctor.examine(policy, reference, optimizer, questions or toy.questions(8))
+        checks = doctor.run_checks(policy, reference, optimizer, questions or toy.questions(8))
         return {check.name: check for check in checks}
 
     return run
@@ -39,7 +39,7 @@ def said(found, name, words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_healthy_batch_passes_every_check(examine, dtype):
-    found = examine(toy.model().use(dtype), train.make_reference(toy.model().use(dtype)))
+    found = examine(toy.model().set_compute_dtype(dtype), train.make_reference(toy.model().set_compute_dtype(dtype)))
     assert sorted(found) == sorted(NAMES.split(","))
     assert dtype == torch.bfloat16 or not any(check.sentence for check in found.values()), found
     assert not any(found[name].sentence for name in ("computing", "start"))
@@ -79,8 +79,8 @@ SPOILED = {
 
 @pytest.mark.parametrize("words", SPOILED)
 def test_a_batch_that_is_not_what_was_sampled(examine, monkeypatch, words):
-    compare = train.compare
-    monkeypatch.setattr(train, "compare", lambda batch, *rest: SPOILED[words](compare(batch, *rest)))
+    add = train.add_advantages
+    monkeypatch.setattr(train, "add_advantages", lambda batch, *rest: SPOILED[words](add(batch, *rest)))
     said(examine(), "start" if "disagree" in words else "completions", words)
 
 
@@ -109,7 +109,7 @@ def test_sides_that_differ(examine, monkeypatch):
 def test_learning_rates_and_signs(examine, monkeypatch):
     said(examine(LR=0.5), "learning", "lower LR=0.5")
     policy = toy.model()
-    said(examine(policy, policy.cast(torch.float32)), "update", "The reference moved with the policy")
+    said(examine(policy, policy.inference_copy(torch.float32)), "update", "The reference moved with the policy")
     said(examine(LR=0.0), "update", "did not move")
     said(examine(parameters=copy.deepcopy(toy.model()).parameters()), "update", "whether the optimizer holds them")
     loss = grpo.policy_loss

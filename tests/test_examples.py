@@ -7,9 +7,10 @@ import torch
 
 from examples import letters, mates, start, sums
 from model import GPT
-from nanorook import positions, task
+from nanorook import task
 from nanorook.task import Question, wrong_grade
 from rollout import sample
+from rook import positions
 
 QUESTION = Question("sums", "7 nuts, gets 2, eats 4?", [7, ("+", 2), ("-", 4)])
 ANSWERS = {  # best first: the answer, its reward by steps, whether result and working are right

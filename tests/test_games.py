@@ -8,10 +8,10 @@ import pytest
 
 import rewards
 from nanorook import monitor
-from nanorook.positions import Position, contract_board
 from rollout import Answer
-from tools import games, texts
-from tools.texts import mirror
+from rook import games, texts
+from rook.positions import Position, contract_board
+from rook.texts import mirror
 
 START = Position(chess.STARTING_FEN, (), ())
 

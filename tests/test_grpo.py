@@ -229,7 +229,7 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     answers = [Answer(toy.Question("short", "?", 0), "", [3, 5], False, Grade(some, {})) for some in pieces]
     batch = Batch(*[None] * 2, torch.zeros(3, 2), *[None] * 3)
     toy_settings(CONTROL="shuffle", GROUP_SIZE=3)
-    found = [train.compare(batch, answers, f"{seed}/").advantages for seed in range(40)]
+    found = [train.add_advantages(batch, answers, f"{seed}/").advantages for seed in range(40)]
     for paid in found:
         values = [(0.5, 0.2), (0.1, 0.8), (0.0, 0.0)]
         expected = []
@@ -241,7 +241,7 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     assert len({tuple(paid.flatten().tolist()) for paid in found}) == 6
     assert sum(found).abs().max() / 40 < 0.2  # no information on average
     toy_settings(CONTROL="zero")
-    assert not train.compare(batch, answers).advantages.any()
+    assert not train.add_advantages(batch, answers).advantages.any()
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
@@ -268,7 +268,7 @@ def test_credit_of_an_example_by_hand(toy_settings):
 
     def paid(credit):
         toy_settings(CREDIT=credit, GROUP_SIZE=2)
-        return train.compare(batch, answers).advantages
+        return train.add_advantages(batch, answers).advantages
 
     torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
@@ -295,7 +295,7 @@ def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_se
         before = train.forward(policy, batch)[0]
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
     answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
-    batch = train.compare(batch._replace(rollout_logprobs=before), answers)
+    batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers)
     train.update(policy, None, torch.optim.SGD(policy.parameters(), lr=0.01), [batch])
     better, worse, _ = (train.forward(policy, batch)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4

@@ -14,8 +14,8 @@ from nanorook import monitor
 from toy import ROOT
 
 FIVE = {"model", "rollout", "rewards", "grpo", "train"}
-OWN = FIVE | {"nanorook", "tools", "experiments", "examples", "tests"}
-FOLDERS = ("nanorook", "tools", "examples", "experiments")
+OWN = FIVE | {"nanorook", "rook", "tools", "experiments", "examples", "tests"}
+FOLDERS = ("nanorook", "rook", "tools", "examples", "experiments")
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))]
 TEXTS = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 
@@ -24,11 +24,13 @@ def allowed(file):
     """What of this repository a file may import."""
     folder, name = file.split("/")[0], Path(file).stem
     if folder in ("model.py", "rollout.py", "rewards.py", "grpo.py", "nanorook"):
-        return {"nanorook"}
+        return {"nanorook"} | {"rewards.py": {"rook"}}.get(folder, set())
     if folder == "examples":
-        return {"nanorook", "examples"} | {"start": {"model"}, "mates": {"rewards"}}.get(name, set())
+        return {"nanorook", "examples"} | {"start": {"model"}, "mates": {"rewards", "rook"}}.get(name, set())
+    if folder == "rook":
+        return {"nanorook", "rook"} | (FIVE - {"train"} if name not in ("positions", "stockfish") else set())
     own = {"nanorook", "experiments", "examples"} if folder == "experiments" else {"nanorook"}
-    own |= set() if file == "train.py" else {"tools"}
+    own |= set() if file == "train.py" else {"tools", "rook"}
     return own | (FIVE if folder == "experiments" or name in ("doctor", "bench", "signal") else FIVE - {"train"})
 
 
@@ -79,7 +81,7 @@ def test_a_step_is_read_in_nine_files_and_950_lines(tmp_path, monkeypatch, few_p
         return original(past, *args)
 
     monkeypatch.setattr(monitor, "progress_line", progress_line)
-    monkeypatch.setattr(train, "examine", lambda *_: 0.0)
+    monkeypatch.setattr(train, "evaluate_and_record", lambda *_: 0.0)
     small = dict(STEPS=2, BATCH_POSITIONS=20, GROUP_SIZE=2, EVAL_EVERY=0, KL_COEF=0.01, DATA=few_positions)
     toy.run(tmp_path, rewards, MODEL="weights/tiny", **small)
     lines = {}

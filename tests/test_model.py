@@ -127,7 +127,7 @@ def test_shared_prompts_equal_concatenated_ones(model, sizes, G):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_twin_computes_what_the_model_does_and_has_no_gradients(model, dtype):
     prompts, lengths = pad_prompts([[1, 2, 3], [4] * 9], "cpu")
-    exact, twin = model(TOKENS), model.use(dtype).cast(dtype)
+    exact, twin = model(TOKENS), model.set_compute_dtype(dtype).inference_copy(dtype)
     assert torch.equal(twin(TOKENS), model(TOKENS)) and twin.tokenizer is model.tokenizer
     assert torch.equal(twin.score(prompts, lengths, TOKENS[:2]), model.score(prompts, lengths, TOKENS[:2]))
     assert not any(p.requires_grad for p in twin.parameters())

@@ -5,10 +5,10 @@ import chess
 import chess.pgn
 import pytest
 
-from nanorook import positions as P
-from nanorook.positions import Position
-from tools.label import write_position
-from tools.texts import mirror, mirror_move
+from rook import positions as P
+from rook.label import write_position
+from rook.positions import Position
+from rook.texts import mirror, mirror_move
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"

@@ -11,12 +11,11 @@ import torch
 
 import rewards
 from model import GPT
-from nanorook import positions
-from nanorook.positions import contract_board
 from nanorook.tokenizer import Tokenizer
-from rollout import read
-from tools import pretrain, texts
-from tools.label import write_position
+from rollout import detokenize
+from rook import positions, pretrain, texts
+from rook.label import write_position
+from rook.positions import contract_board
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
 BYTES = Tokenizer.of_bytes()
@@ -106,7 +105,7 @@ def test_what_is_easy_counts_less_and_what_decides_counts_more():
     wanted[7 * 9 + 4] = wanted[7 * 9 + 6] = wanted[answer.index(" 2 11+") + 1] = decisive  # e1, g1, the clock
     wanted = [0, 0, decisive] + [texts.ENVIRONMENT_WEIGHT * weight for weight in wanted]  # "+" marks a legal move
     assert weights.tolist() == pytest.approx(wanted)
-    assert read(tokenizer, targets[3:].tolist())[0] == answer and targets[-1] == tokenizer.eos
+    assert detokenize(tokenizer, targets[3:].tolist())[0] == answer and targets[-1] == tokenizer.eos
     policy = rewards.policy_prompt(FEN, "squares"), "M: e1g1 d1d3 E: 0.9 0.2 B: e1g1"
     _, _, _, weights, *_ = texts.tokenize([policy], tokenizer, 512, "squares")
     assert weights[-3:].tolist() == [decisive, decisive, 1] and set(weights[:-3].tolist()) == {1}  # the move after B:
@@ -132,7 +131,7 @@ def test_probability_that_leads_to_no_legal_move_is_counted_wherever_a_text_has_
     asked = [(environment(fen, m, [m], text_format), "...", t) for m, t in (("a7a8n", promotion), ("a1h8", nowhere))]
     for prompt, answer, wanted in (policy, *asked):
         marks = [tokens for _, tokens in texts.legal_tokens(prompt, answer, tokenizer)]
-        found = [{read(tokenizer, [token])[0] for token in tokens} for tokens in marks]
+        found = [{detokenize(tokenizer, [token])[0] for token in tokens} for tokens in marks]
         assert found == [{*n.split("/")} for n in wanted.split()]
 
 

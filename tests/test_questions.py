@@ -6,10 +6,10 @@ import chess
 import pytest
 
 import rewards
-from nanorook import positions as P
-from nanorook.positions import Position
 from nanorook.tokenizer import Tokenizer
-from tools import texts
+from rook import positions as P
+from rook import texts
+from rook.positions import Position
 
 START = chess.STARTING_FEN
 CASTLING = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"

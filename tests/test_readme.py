@@ -5,7 +5,7 @@ import types
 import pytest
 
 import train
-from nanorook.positions import Position
+from rook.positions import Position
 from toy import ROOT
 
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,9 +59,9 @@ def test_each_file_and_setting_that_is_named_exists(file):
         path, _, anchor = link.partition("#")
         target = file.parent / path if path else file
         assert target.exists() and (not anchor or anchor in anchors(target)), link
-    for name in re.findall(r"(?:-m |`)((?:tools|experiments)\.[a-z_.]+)", text):
+    for name in re.findall(r"(?:-m |`)((?:tools|experiments|rook)\.[a-z_]+)", text):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
-    for path in re.findall(r"(?<![\w/])(?:tests|tools|experiments|examples|nanorook)/[\w./]+\.(?:py|sh|json)\b", text):
+    for path in re.findall(r"(?<![\w/])(?:tests|tools|experiments|examples|nanorook|rook)/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
     for test in re.findall(r"`(test_\w+)`", text):
         assert f"def {test}(" in TESTS, test

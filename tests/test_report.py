@@ -7,8 +7,9 @@ import subprocess
 import pytest
 
 import rewards
-from nanorook.positions import Position
-from tools import report, texts
+from rook import texts
+from rook.positions import Position
+from tools import report
 
 STEPS = 30
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"

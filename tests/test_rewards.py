@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import rewards
 import train
-from nanorook.positions import Position
 from rewards import ENVIRONMENT_WEIGHTS, MALFORMED, POLICY_WEIGHTS, Question, grade
 from rollout import Answer, Batch
-from tools import texts
+from rook import texts
+from rook.positions import Position
 
 START = chess.STARTING_FEN
 AFTER = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"  # 1. e4
@@ -114,7 +114,7 @@ def advantages(toy_settings, kind, credit):
     answers = [Answer(None, t, range(1, len(t) + 1), False, task(t, hit_limit=i % 2 == 0)) for i, t in enumerate(some)]
     batch = Batch(*[None] * 2, torch.zeros(len(some), 1 + max(map(len, some))), *[None] * 3)
     toy_settings(CREDIT=credit, GROUP_SIZE=len(some))
-    return train.compare(batch, answers).advantages
+    return train.add_advantages(batch, answers).advantages
 
 
 PENALTIES = dict(MALFORMED=-0.6, WASTED=1.0, RUNAWAY_PENALTY_MULTIPLIER=0.5)

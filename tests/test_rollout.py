@@ -148,10 +148,10 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, tempe
     """In fp32 within 1e-4. The bound in bf16, with weights this large: 0.05 on average, 0.5 for any token."""
     toy_settings(TEMPERATURE=temperature)
     noise = uniform(G * len(PROMPTS))
-    out = generate(model.cast(dtype), PROMPTS, G, LIMITS, temperature, noise)
+    out = generate(model.inference_copy(dtype), PROMPTS, G, LIMITS, temperature, noise)
     eos, mask = model.config.eos_token_id, out.completion_mask
     with torch.no_grad():
-        logprobs, entropy = train.forward(model.use(dtype), out)
+        logprobs, entropy = train.forward(model.set_compute_dtype(dtype), out)
     gap = (logprobs - out.rollout_logprobs)[mask].abs()
     largest, mean = (1e-4, 1e-4) if dtype == torch.float32 else (0.5, 0.05)
     assert gap.max() < largest and gap.mean() < mean and entropy[mask].isfinite().all()

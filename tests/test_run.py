@@ -63,11 +63,11 @@ def test_what_was_just_written_is_kept_beside_damaged_ones_that_are_newer(tmp_pa
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     run = Run(tmp_path)
-    run.hold()
+    run.acquire_lock()
     with pytest.raises(SystemExit, match="in use by another run"):
-        Run(tmp_path).hold()
+        Run(tmp_path).acquire_lock()
     run.lock.close()
-    Run(tmp_path).hold()
+    Run(tmp_path).acquire_lock()
 
 
 def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
@@ -75,11 +75,11 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
     save(tmp_path / "model", 1)
     (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
     with pytest.raises(SystemExit, match="holds .*, which no run has made; name another folder"):
-        Run(tmp_path).hold()
+        Run(tmp_path).acquire_lock()
     for name in ("settings.json", "thesis.tex"):
         (tmp_path / name).write_text("{}")
     run = Run(tmp_path)
-    run.hold()
+    run.acquire_lock()
     run.clear()
     assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", ".lock"}
 
@@ -209,17 +209,17 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path
 
 def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
     """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
-    compare, hold, runs, stops, kills = train.compare, Run.hold, [], [], []
+    add, acquire, runs, stops, kills = train.add_advantages, Run.acquire_lock, [], [], []
 
     def failing(*args):
-        step, batch = runs[-1].step, compare(*args)
+        step, batch = runs[-1].step, add(*args)
         if step + 1 in stops[:1] and step not in kills:
             kills.append(step)  # once, however many batches a step has
             os.kill(os.getpid(), signal.SIGTERM)
         return batch._replace(advantages=batch.advantages * (math.nan if step in (3, 5, 6) else 1))
 
-    monkeypatch.setattr(Run, "hold", lambda run: runs.clear() or runs.append(run) or hold(run))
-    monkeypatch.setattr(train, "compare", failing)
+    monkeypatch.setattr(Run, "acquire_lock", lambda run: runs.clear() or runs.append(run) or acquire(run))
+    monkeypatch.setattr(train, "add_advantages", failing)
     monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
     run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
     rows = toy_run("whole", **run)

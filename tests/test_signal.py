@@ -45,7 +45,7 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     model = toy.model()
     found = signal.gradients(model, None, list(signal.ask(model, toy.questions(12))), (4, 2))
     assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "GROUP_SIZE=2"}
-    batches = [train.compare(*part) for part in signal.ask(model, toy.questions(12))]
+    batches = [train.add_advantages(*part) for part in signal.ask(model, toy.questions(12))]
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
     monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)

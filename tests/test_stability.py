@@ -17,10 +17,10 @@ import toy
 import train
 from model import GPT
 from nanorook import parallel, settings
-from nanorook.positions import Position
 from nanorook.run import STEP, Run
 from rollout import generate
-from train import compare
+from rook.positions import Position
+from train import add_advantages
 
 FEN = "r1bqkbnr/pppp1ppp/2n5/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3"
 MOVES = (("f1b5", 60), ("d2d4", 40), ("f1c4", 30), ("b1c3", 20), ("c2c3", 5))
@@ -117,7 +117,11 @@ BUGS = {
     "dropout": (train, "compiled_score", lambda: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1)),
     "another temperature": (rollout, "generate", lambda *args: generate(*args[:4], 0.7, *args[5:])),
     "tokens made again": (rollout, "generate", lambda *a: (b := generate(*a))._replace(tokens=b.tokens.roll(1, 1))),
-    "not finite": (train, "compare", lambda b, *rest: compare(b._replace(rollout_logprobs=math.nan * b.tokens), *rest)),
+    "not finite": (
+        train,
+        "add_advantages",
+        lambda b, *rest: add_advantages(b._replace(rollout_logprobs=math.nan * b.tokens), *rest),
+    ),
     "another reference": (train, "make_reference", lambda *args: toy.model(seed=1)),
 }
 
@@ -135,13 +139,13 @@ def test_kl_explosion(bug, toy_run, monkeypatch, tmp_path):
 
 
 def inject(patch, stage, steps):
-    runs, hold, adamw = [], Run.hold, torch.optim.AdamW.step
+    runs, acquire, adamw = [], Run.acquire_lock, torch.optim.AdamW.step
 
     def bad(value, at):
         return value * math.nan if at == stage and runs[-1].step in steps else value
 
     def comparing(*args):
-        b = compare(*args)
+        b = add_advantages(*args)
         return b._replace(advantages=bad(b.advantages, "reward"), rollout_logprobs=bad(b.rollout_logprobs, "sampling"))
 
     def gradient(parameters):
@@ -156,8 +160,8 @@ def inject(patch, stage, steps):
             moments["exp_avg"] = bad(moments["exp_avg"], "optimizer")
         return adamw(self, *args)
 
-    patch(Run, "hold", lambda run: runs.append(run) or hold(run))
-    patch(train, "compare", comparing)
+    patch(Run, "acquire_lock", lambda run: runs.append(run) or acquire(run))
+    patch(train, "add_advantages", comparing)
     patch(train, "compiled_score", lambda: score)
     patch(parallel, "sum_gradients", gradient)
     patch(torch.optim.AdamW, "step", optimizer)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanorook.tokenizer import Tokenizer
-from rollout import read
+from rollout import detokenize
 
 ODD_TEXTS = ["", "\n\n  \t x", "it's é — 中文 🙂 1234567", "A: e2e4+0.001+0+0\r\n", "a9h0ha1b2\0"]
 
@@ -19,7 +19,7 @@ def test_same_ids_as_transformers(bpe_folder, chess_lines, tmp_path, names):
     tokenizer, reference = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(bpe_folder)
     for text in (*chess_lines, *ODD_TEXTS):
         ids = reference(text).input_ids
-        assert tokenizer.encode(text) == ids and read(tokenizer, ids)[0] == text
+        assert tokenizer.encode(text) == ids and detokenize(tokenizer, ids)[0] == text
     assert tokenizer.eos == reference.eos_token_id and set(tokenizer.files) == set(names)
 
 
@@ -35,9 +35,9 @@ def test_files_written_for_a_tokenizer_give_the_same_ids(chess_lines, tmp_path, 
         ids = original.encode(text)
         assert reference(text).input_ids == ids == loaded.encode(text)
         for said in (ids, [*ids, loaded.eos], [*ids, loaded.eos, 65]):  # what follows the end token is no text
-            found, ends = read(loaded, said)  # and where each token ends in it
+            found, ends = detokenize(loaded, said)  # and where each token ends in it
             assert found == text and ends == sorted(ends) and (ends[-1] if ends else 0) == len(text)
-        assert not text.isascii() or ends == [len(read(loaded, ids[: i + 1])[0]) for i in range(len(ids))]
+        assert not text.isascii() or ends == [len(detokenize(loaded, ids[: i + 1])[0]) for i in range(len(ids))]
     assert reference.eos_token_id == original.eos == loaded.eos and loaded.vocab_size == original.vocab_size
     assert loaded.files == original.files
 
@@ -45,8 +45,8 @@ def test_files_written_for_a_tokenizer_give_the_same_ids(chess_lines, tmp_path, 
 def test_bytes_and_squares_are_tokens():
     tokenizer, text = Tokenizer.of_bytes(), "P: é\n\0 中"
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos == 256 and tokenizer.vocab_size == 257
-    assert read(tokenizer, [*text.encode(), 256, 65])[0] == text  # nothing after the end token
-    assert read(tokenizer, [65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])  # bytes that are no text
+    assert detokenize(tokenizer, [*text.encode(), 256, 65])[0] == text  # nothing after the end token
+    assert detokenize(tokenizer, [65, 0xC3, 300, 66]) == ("A\ufffd\ufffdB", [1, 2, 3, 4])  # bytes that are no text
     assert tokenizer.encode("<|endoftext|>") == list(b"<|endoftext|>")  # a text cannot contain the end token
     tokenizer = Tokenizer.of_bytes(chess.SQUARE_NAMES)
     assert tokenizer.eos == 320 and tokenizer.vocab_size == 321

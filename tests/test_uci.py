@@ -10,9 +10,8 @@ import pytest
 import torch
 from chess.engine import Cp, Limit, Mate
 
-from nanorook import positions
 from rollout import Answer
-from tools import uci
+from rook import positions, uci
 from toy import ROOT
 
 PATIENCE = 200  # seconds; only a program that hangs needs them, or a machine that is very busy
@@ -24,7 +23,7 @@ PROMOTION = "8/P6k/8/8/8/8/7K/8 w - - 0 1"
 
 class Raw(subprocess.Popen):
     def __init__(self):
-        super().__init__([sys.executable, "-m", "tools.uci"], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1)
+        super().__init__([sys.executable, "-m", "rook.uci"], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1)
         timer = threading.Timer(PATIENCE, self.kill)
         timer.daemon = True
         timer.start()
@@ -111,7 +110,7 @@ def test_garbage_is_ignored_and_what_waits_answers_at_stop_alone(raw):
 def test_it_plays_itself(tmp_path):
     """python-chess's client raises at any illegal move and at any line out of turn."""
     where = dict(cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable})
-    with chess.engine.SimpleEngine.popen_uci(str(ROOT / "tools" / "uci.sh"), timeout=PATIENCE, **where) as engine:
+    with chess.engine.SimpleEngine.popen_uci(str(ROOT / "rook" / "uci.sh"), timeout=PATIENCE, **where) as engine:
         engine.configure({"Temperature": 50})
         board = chess.Board()
         for limit in Limit(white_clock=60, black_clock=60), Limit(nodes=1), Limit(depth=1), *[Limit(time=0.001)] * 9:

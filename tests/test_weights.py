@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rewards
 from model import GPT
 from nanorook.task import graded
-from rollout import read, sample
-from tools import texts
+from rollout import detokenize, sample
+from rook import texts
 from toy import ROOT
 
 FOLDER = ROOT / rewards.start_model()
@@ -29,7 +29,7 @@ def test_it_is_small_and_opens_in_transformers(tiny, questions):
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 12e6
     prompt = questions[0].prompt
     ids = AutoTokenizer.from_pretrained(FOLDER)(prompt, return_tensors="pt").input_ids
-    assert ids[0].tolist() == tiny.tokenizer.encode(prompt) and read(tiny.tokenizer, ids[0].tolist())[0] == prompt
+    assert ids[0].tolist() == tiny.tokenizer.encode(prompt) and detokenize(tiny.tokenizer, ids[0].tolist())[0] == prompt
     assert tiny.tokenizer.eos == tiny.config.eos_token_id < tiny.tokenizer.vocab_size <= tiny.config.vocab_size
     hf = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     with torch.no_grad():

@@ -68,7 +68,7 @@ def batches(policy, questions):
 
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, 0)
     parts = train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise)
-    return [train.compare(batch, train.graded(train.task, answers)) for batch, answers in parts]
+    return [train.add_advantages(batch, train.graded(train.task, answers)) for batch, answers in parts]
 
 
 def set_all(patch, values, task=sys.modules[__name__]):

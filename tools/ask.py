@@ -66,7 +66,7 @@ def main():
     text = " ".join(word for word in a.text if word.partition("=")[0] not in settings.SETTINGS)
     hardware.flush_denormals()
     device = hardware.choose_device()
-    model = GPT.load(a.model).to(device).cast(hardware.fastest_dtype(device))
+    model = GPT.load(a.model).to(device).inference_copy(hardware.fastest_dtype(device))
     torch.manual_seed(a.seed)
     questions, known = questions_about(task, text, data, a.seed, model.config)
     for question in questions:

@@ -25,12 +25,13 @@ import torch
 import rewards
 import train
 from model import GPT, GPTConfig
-from nanorook import hardware, positions
+from nanorook import hardware
 from nanorook.monitor import describe
 from nanorook.settings import number
 from nanorook.tokenizer import Tokenizer
-from rollout import generate, read
-from tools.games import check_output
+from rollout import detokenize, generate
+from rook import positions
+from rook.games import check_output
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 
@@ -90,7 +91,7 @@ def questions(count):
 def prepare(w, asked, device, dtype):
     """A model of random weights, and a function that makes a rollout with it, or a step as train.py does."""
     torch.manual_seed(0)
-    model, rng = GPT(w.config).to(device).use(dtype), torch.Generator().manual_seed(0)
+    model, rng = GPT(w.config).to(device).set_compute_dtype(dtype), torch.Generator().manual_seed(0)
     model.tokenizer = Tokenizer.of_bytes()
     model.tokenizer.eos = model.config.eos_token_id = -1  # which never comes
     reference = train.make_reference(model) if w.kl else None
@@ -99,10 +100,10 @@ def prepare(w, asked, device, dtype):
     def run():
         prompts = [model.tokenizer.encode(question.prompt) for question in asked]
         noise = torch.rand(len(prompts) * w.group, w.new, generator=rng)
-        batch = generate(model.cast(dtype), prompts, w.group, [w.new] * len(prompts), noise=noise)
+        batch = generate(model.inference_copy(dtype), prompts, w.group, [w.new] * len(prompts), noise=noise)
         if w.kl is not None:
             for row, ids in enumerate(batch.tokens.tolist()):
-                rewards.grade(asked[row // w.group], read(model.tokenizer, ids)[0], True)
+                rewards.grade(asked[row // w.group], detokenize(model.tokenizer, ids)[0], True)
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)  # random text earns nothing
             train.update(model, reference, optimizer, [batch._replace(advantages=advantages)])
 

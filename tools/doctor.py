@@ -23,9 +23,9 @@ import grpo
 import train
 from model import GPT
 from nanorook import hardware, monitor, parallel
-from nanorook.settings import refuse
+from nanorook.settings import fail
 from nanorook.task import check_grades, graded, make_questions
-from rollout import microbatches, read, sample
+from rollout import detokenize, microbatches, sample
 
 UPDATES = 5  # on the same batch
 
@@ -54,21 +54,24 @@ def prepare(count):
     hardware.flush_denormals()
     device = parallel.start(hardware.choose_device(train.DEVICE), 1)
     dtype = hardware.fastest_dtype(device) if train.DTYPE == "auto" else getattr(torch, train.DTYPE)
-    model = GPT.load(train.MODEL or train.task.start_model()).to(device).use(dtype)
+    model = GPT.load(train.MODEL or train.task.start_model()).to(device).set_compute_dtype(dtype)
     items, _ = train.task.load(train.DATA, model.config)
     if len(items) < count:
-        refuse(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
+        fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
     return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 
 def ask(model, questions):
     """What a step has before its update: (Batch, Answers) of each kind."""
-    sampler, noise = model.cast(model.dtype), train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
+    sampler, noise = (
+        model.inference_copy(model.dtype),
+        train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED),
+    )
     for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise):
         yield batch, graded(train.task, part)
 
 
-def examine(model, reference, optimizer, questions):
+def run_checks(model, reference, optimizer, questions):
     """The checks one by one, as far as the batch gets. `model` is updated."""
     yield (found := weights(model))
     if found.figures["broken"]:
@@ -77,7 +80,7 @@ def examine(model, reference, optimizer, questions):
     rollouts = list(ask(model, questions))
     samples = [answer for _, part in rollouts for answer in part]
     check_grades(samples)
-    batches = [train.compare(batch, part) for batch, part in rollouts]
+    batches = [train.add_advantages(batch, part) for batch, part in rollouts]
     yield truths(questions, samples)
     for batch, (_, part) in zip(batches, rollouts):
         yield completions(model, batch, part)
@@ -152,7 +155,7 @@ def weights(model):
 def computing(model, question):
     """This machine's forward against the same in float64, and against itself."""
     ids = torch.tensor([model.tokenizer.encode(question.prompt)])
-    double = copy.deepcopy(model).to("cpu", torch.float64).use(torch.float64)(ids).log_softmax(-1)
+    double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
     error, change = mean((first - double).abs()), (again - first).abs().max().item()
     bound = 1e-3 if model.dtype == torch.float32 else 0.1
@@ -172,7 +175,7 @@ def truths(questions, samples):
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
         (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
-        (unknown, f"{unknown} have no truth, so right answers go unpaid: install Stockfish, or use tools.label."),
+        (unknown, f"{unknown} have no truth, so right answers go unpaid: install Stockfish, or use rook.label."),
     )  # fmt: skip
 
 
@@ -184,7 +187,7 @@ def completions(model, batch, samples):
     ending = {model.tokenizer.eos, *(i for i, token in model.tokenizer.token_bytes.items() if stop and stop in token)}
     marks = [[token in ending for token in row] for row in rows]
     ends = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
-    foreign = sum(read(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
+    foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
         (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
@@ -213,7 +216,7 @@ def main():
     model, questions = prepare(train.BATCH_POSITIONS)
     reference = train.make_reference(model) if train.KL_COEF else None
     wrong = []
-    for name, sentence, figures in examine(model, reference, train.make_optimizer(model), questions):
+    for name, sentence, figures in run_checks(model, reference, train.make_optimizer(model), questions):
         told = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in figures.items())
         print(f"{name:24}{'WRONG' if sentence else 'ok':7}{told}", flush=True)
         if sentence:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import chess.svg
 
-from nanorook.positions import contract_board
-from nanorook.settings import refuse
+from nanorook.settings import fail
 from nanorook.statistics import gain, interval, known, with_interval
 from nanorook.task import as_sum
+from rook.positions import contract_board
 
 
 class Run(NamedTuple):
@@ -48,7 +48,7 @@ def read_run(folder, label):
     folder = Path(folder)
     rows = [row for row in read(folder / "metrics.jsonl") if "step" in row]
     if not rows:
-        refuse(f"{folder}/metrics.jsonl holds no step; give the OUT_DIR of a run that has made one.")
+        fail(f"{folder}/metrics.jsonl holds no step; give the OUT_DIR of a run that has made one.")
     for row in rows:
         row |= {f"{name} seconds": value for name, value in row.pop("seconds", {}).items()}
     files = [(read(folder / f"{name}.json") or [{}])[0] for name in ("settings", "run", "skill")]

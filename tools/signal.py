@@ -119,7 +119,7 @@ def gradients(model, reference, rollouts, sizes, ways=ways):
             some = answers[rows][start : start + size]
             for name, paid, changed in ways(some) if size == G else [(f"GROUP_SIZE={size}", some, {})]:
                 with patch.multiple(train, GROUP_SIZE=size, **changed):
-                    part = train.compare(part, paid)
+                    part = train.add_advantages(part, paid)
                     if part.advantages.any() or (reference and train.KL_COEF):
                         loss, _ = train.objective(logprobs, part, 1.0)
                         gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -152,7 +152,7 @@ def main():
     settings.finish("python -m tools.signal")
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
-    reference = GPT.load(REFERENCE).to(device).cast(dtype) if REFERENCE and train.KL_COEF else None
+    reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE and train.KL_COEF else None
     source = train.MODEL or train.task.start_model()
     print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, "
           f"SEED={train.SEED}\n", flush=True)  # fmt: skip
@@ -161,7 +161,7 @@ def main():
     rollouts, kinds, seconds, clock = [], [], {"all": 0.0}, time.time()
     for batch, answers in ask(model, questions):
         check_grades(answers)
-        batch = train.compare(batch, answers)
+        batch = train.add_advantages(batch, answers)
         train.update(model, reference, torch.optim.SGD(model.parameters(), lr=0.0), [batch])
         spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
         seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}

@@ -65,7 +65,7 @@ fi
 "$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
 import sys
 from nanorook.tokenizer import Tokenizer
-from tools.label import require
+from rook.label import require
 
 folder, tiny, positions = sys.argv[1:]
 if not positions:  # without labels to make, only the judge of moves would be missing
@@ -157,7 +157,7 @@ fi
 tenth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 10 + 1)"
 decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped goes on to the same end
 [ -s "$file" ] || "$PYTHON" -c "$tenth" "$1/trainer.pt" >"$file"
-exec "$PYTHON" -m tools.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
+exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
@@ -165,17 +165,17 @@ trained() { # the folder of what GRPO has made of a model: the finished one, or 
 }
 
 positions=${POSITIONS:-$OUT/positions.txt.gz}
-[ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m tools.label "$positions" $label
+[ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m rook.label "$positions" $label
 if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
     sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
     mv "$positions.tmp" "$positions"
 fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
-evaluate=("$PYTHON" -m tools.evaluate)
-stage pretrain-tiny 13 "$PYTHON" -m tools.pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
+evaluate=("$PYTHON" -m rook.benchmark)
+stage pretrain-tiny 13 "$PYTHON" -m rook.pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
-stage pretrain-gpt2 20 "$PYTHON" -m tools.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
+stage pretrain-gpt2 20 "$PYTHON" -m rook.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table --json "$OUT/before-tiny.json"
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table --json "$OUT/before-gpt2.json"

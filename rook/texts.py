@@ -1,4 +1,4 @@
-"""The texts that tools.pretrain teaches: questions with their ideal answers, as tokens with weights.
+"""The texts that rook.pretrain teaches: questions with their ideal answers, as tokens with weights.
 
 Two tasks more than the policy's and the environment's teach the rules: to list the legal moves of a position (L:),
 which starts as most of the mix and fades, and to mark moves as legal or not (J:).
@@ -10,8 +10,8 @@ import chess
 import numpy as np
 
 import rewards
-from nanorook import positions
-from nanorook.stockfish import CANDIDATES, MATE
+from rook import positions
+from rook.stockfish import CANDIDATES, MATE
 
 RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
 CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves

@@ -9,10 +9,10 @@ import chess
 import pytest
 
 import rewards
-from nanorook import monitor, positions
+from nanorook import monitor
+from rook import benchmark, games, positions, texts
+from rook.label import write_position
 from test_games import answer_by, answer_of, true_environment
-from tools import evaluate, games, texts
-from tools.label import write_position
 
 POSITIONS = positions.load("builtin")[:6000]
 HELD_OUT = positions.split(POSITIONS)[1]
@@ -32,15 +32,15 @@ def measure(byte_model, monkeypatch):
 
     def make(policy=perfect_policy, environment=true_environment, some=HELD_OUT, mates=(), openings=(), temperature=0):
         answer_by(monkeypatch, policy, environment)
-        sections = evaluate.measure(byte_model, temperature, some, {"mate in one": list(mates)}, openings, 5)
-        return {name: {row: evaluate.figure(c) for row, c in columns.items()} for name, columns in sections.items()}
+        sections = benchmark.measure(byte_model, temperature, some, {"mate in one": list(mates)}, openings, 5)
+        return {name: {row: benchmark.figure(c) for row, c in columns.items()} for name, columns in sections.items()}
 
     return make
 
 
 def test_a_perfect_player_is_perfect_in_every_row(measure):
     some = [position for position in HELD_OUT if len(position.moves) > 1]
-    mates, openings = evaluate.find_mates(POSITIONS, 12), games.openings(some, 4)
+    mates, openings = benchmark.find_mates(POSITIONS, 12), games.openings(some, 4)
     found = measure(some=some, mates=mates, openings=openings)
     for section in ("policy", "environment"):
         for row, figure in found[section].items():
@@ -74,7 +74,7 @@ def test_of_sixteen_answers_one_may_be_right(measure):
         times = itertools.count()
         return lambda *question: right(*question) if next(times) % 4 == 3 else wrong
 
-    mates = evaluate.find_mates(POSITIONS, 12)
+    mates = benchmark.find_mates(POSITIONS, 12)
     policy, environment = sometimes(perfect_policy, answer_of("a1a1")), sometimes(true_environment, "nonsense")
     some = [position for position in HELD_OUT if len(position.moves) > 1][:8]
     found = measure(policy, environment, some, mates, temperature=1)["pass@k"]
@@ -85,7 +85,7 @@ def test_of_sixteen_answers_one_may_be_right(measure):
 
 
 def test_mates_are_held_out_and_complete_and_bigbench_games_are_read(tmp_path):
-    found = dict(evaluate.find_mates(POSITIONS, 12))
+    found = dict(benchmark.find_mates(POSITIONS, 12))
     assert len(found) == 12
     for fen, mating in found.items():
         board, mate = chess.Board(fen), chess.Termination.CHECKMATE
@@ -93,22 +93,24 @@ def test_mates_are_held_out_and_complete_and_bigbench_games_are_read(tmp_path):
         assert positions.held_out(fen) and mating == expected and expected
     example = {"input": "1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4.", "target": "Qxf7#", "target_scores": {"Qxf7#": 1}}
     (tmp_path / "task.json").write_text(json.dumps({"name": "checkmate_in_one", "examples": [example]}))
-    [(fen, mating)] = evaluate.read_bigbench(tmp_path / "task.json")
+    [(fen, mating)] = benchmark.read_bigbench(tmp_path / "task.json")
     assert mating == {"h5f7"} and fen.startswith("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq")
 
 
 def test_figures_and_differences_are_those_computed_by_hand():
-    assert evaluate.figure(evaluate.column([1, None, 0, 1, None]))[0] == pytest.approx(2 / 3)  # None: not known
+    assert benchmark.figure(benchmark.column([1, None, 0, 1, None]))[0] == pytest.approx(2 / 3)  # None: not known
     one, other = [(1, 1), (0, 0), (0, 0)], [(0, 1), (0, 0), (0, 0)]
-    assert evaluate.difference(one, other) == (-1, math.inf) and evaluate.cell("", (-0.5, math.inf), "+") == "-50.0 %  "
+    assert (
+        benchmark.difference(one, other) == (-1, math.inf) and benchmark.cell("", (-0.5, math.inf), "+") == "-50.0 %  "
+    )
     rng = random.Random(1)
     hard = [rng.random() for _ in range(1000)]  # what both models share: some questions are easier than others
     a, b = ([(h + 0.1 * rng.random() + gain, 1) for h in hard] for gain in (0, 0.02))
-    mean, half = evaluate.difference(a, b)  # taken question by question
+    mean, half = benchmark.difference(a, b)  # taken question by question
     assert (mean, half) == pytest.approx(monitor.interval([y - x for (x, _), (y, _) in zip(a, b)]))
-    assert 0 < half < mean < evaluate.figure(a)[1] + evaluate.figure(b)[1]
+    assert 0 < half < mean < benchmark.figure(a)[1] + benchmark.figure(b)[1]
     uneven = [(n // 9, n) for n in range(1, 60)]  # illegal moves in games
-    assert monitor.interval(evaluate.spread(uneven)) == pytest.approx(evaluate.figure(uneven))
+    assert monitor.interval(benchmark.spread(uneven)) == pytest.approx(benchmark.figure(uneven))
 
 
 def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_model):
@@ -121,7 +123,7 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
     monkeypatch.chdir(tmp_path)
     command = "evaluate one two --data some.txt some.txt --positions 9 --json out.json"
     monkeypatch.setattr(sys, "argv", command.split())
-    evaluate.main()
+    benchmark.main()
     shown, written = capsys.readouterr(), json.loads((tmp_path / "out.json").read_text())
     one, two = written["models"]["one"], written["models"]["two"]
     assert one == two and one["T=0"]["policy"]["structure"] == [0, 0]

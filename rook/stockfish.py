@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import chess
 
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 CANDIDATES = 5  # moves in a label
 NODES = 6000  # of the search for a label, as in the embedded positions
@@ -25,7 +25,7 @@ def find():
     """The path of the program, from STOCKFISH_PATH or from PATH; None if there is none."""
     path = os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
     if path and not shutil.which(path):
-        refuse(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
+        fail(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
     return path
 
 
@@ -109,4 +109,4 @@ def label(fen):
         engine = labelling_engine()
         return engine.search(chess.Board(fen)) if engine else ()
     except EngineError as error:
-        refuse(f"Stockfish {error}: label the positions beforehand with tools.label, or use the same command again.")
+        fail(f"Stockfish {error}: label the positions beforehand with rook.label, or use the same command again.")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import chess
 import chess.pgn
 
-from nanorook.settings import refuse
+from nanorook.settings import fail
 
 
 class Position(NamedTuple):
@@ -179,7 +179,7 @@ def read_text(path):
             content = gzip.decompress(content)
         return content.decode("utf-8-sig", "replace")  # a Latin-1 PGN loses only letters of names
     except (OSError, EOFError, zlib.error) as error:
-        refuse(f"{path}: expected a file of positions, but it cannot be read ({error}).")
+        fail(f"{path}: expected a file of positions, but it cannot be read ({error}).")
 
 
 def load(source):
@@ -198,9 +198,9 @@ def load(source):
             bad.append(f"{kind} {number}: {error}")
     count = f"{len(bad)} of {len(entries)} {kind}s"
     if len(bad) > BAD_SHARE * len(entries):
-        refuse(f"{source}, {bad[0]} ({count} cannot be used).")
+        fail(f"{source}, {bad[0]} ({count} cannot be used).")
     if not positions:
-        refuse(f"{source}: expected positions, found none.")
+        fail(f"{source}: expected positions, found none.")
     if bad:
         print(f"{source}: left out {count} that cannot be used; the first is {bad[0]}.", file=sys.stderr)
     return distinct(positions)
@@ -249,8 +249,8 @@ def environment_move(board, rng, illegal_share, best=None):
     # To try every move is slow, so moves that end the game are looked for only where they are likely: the best move is
     # one (or unknown, then at random), the opponent has only king and pawns (stalemate), five pieces or fewer are left.
     likely = game_end(board, chess.Move.from_uci(best)) if best else rng.random() < 0.3
-    officers = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
-    if likely or not officers or chess.popcount(board.occupied) <= 5:
+    pieces = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
+    if likely or not pieces or chess.popcount(board.occupied) <= 5:
         endings = defaultdict(list)
         for move in legal:
             endings[game_end(board, move)].append(move)

@@ -1,7 +1,7 @@
 """The chess skill of a model on positions that are never trained on, or of two models with their difference.
 
-python -m tools.evaluate MODEL                   the table, greedy and at temperature 1
-python -m tools.evaluate MODEL OTHER             two models and their difference
+python -m rook.benchmark MODEL                   the table, greedy and at temperature 1
+python -m rook.benchmark MODEL OTHER             two models and their difference
 
 Every figure has a 95 % interval. Two models answer the same questions with the same random numbers, so their
 difference is taken question by question: it is more than noise where its interval leaves out zero.
@@ -24,11 +24,11 @@ import chess.pgn
 import rewards
 from model import GPT
 from nanorook import hardware, monitor
-from nanorook.positions import board_key, distinct, held_out, mating_moves
-from nanorook.settings import number, refuse
+from nanorook.settings import fail, number
 from nanorook.task import graded
-from tools import games
-from tools.games import answers, best_moves, progress
+from rook import games
+from rook.games import answers, best_moves, progress
+from rook.positions import board_key, distinct, held_out, mating_moves
 
 POLICY = {  # row of the table: the metric of rewards.grade it shows
     "structure": "structure",
@@ -156,7 +156,7 @@ def read_bigbench(path):
         boards = []
     found = [(board.fen(), mating) for board in boards if (mating := mating_moves(board))]
     if not found:
-        refuse(f"{path}: expected BIG-bench's checkmate_in_one/task.json, found no game before a mate.")
+        fail(f"{path}: expected BIG-bench's checkmate_in_one/task.json, found no game before a mate.")
     return found
 
 
@@ -236,7 +236,7 @@ def table(measured, columns):
 
 
 def arguments():
-    p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser("python -m rook.benchmark", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare")
     p.add_argument("--data", nargs="+", default=["builtin"], help="files of positions, of which the held-out are used")
@@ -260,11 +260,11 @@ def main():
     hardware.flush_denormals()
     device = hardware.choose_device()
     dtype = hardware.fastest_dtype(device)
-    models = [GPT.load(name).to(device).cast(dtype) for name in a.model]
+    models = [GPT.load(name).to(device).inference_copy(dtype) for name in a.model]
     loaded = [rewards.load(source, models[0].config) for source in a.data]
     held = distinct(position for _, part in loaded for position in part)
     if not held:
-        refuse(f"{' '.join(a.data)} has no held-out position; give more positions.")
+        fail(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
     everything = [position for parts in loaded for part in parts for position in part]
     everything = progress(rng.sample(everything, len(everything)), "mates in one")

@@ -4,4 +4,4 @@ set -euo pipefail
 [ ! -d "${1:-}" ] || set -- "$(realpath "$1")"
 cd "$(dirname "$(realpath "$0")")/.."
 NEEDS="requirements.txt" source tools/setup.sh
-exec "$PYTHON" -m tools.uci "$@"
+exec "$PYTHON" -m rook.uci "$@"

@@ -1,0 +1,1 @@
+"""Chess: positions, the engine, and programs for a model that plays. rewards.py is the task itself."""

@@ -1,0 +1,164 @@
+"""Games of a model: against itself, or against Stockfish.
+
+python -m rook.games MODEL                          against itself, until its first illegal move
+python -m rook.games MODEL --opponent stockfish     an illegal move loses
+
+Games start from held-out positions that come early in a game, or all from the starting position, and advance together,
+one half-move at a time. The model plays the move after `B:`. Every figure has a 95 % interval.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import chess
+import chess.pgn
+import torch
+from tqdm import tqdm
+
+import rewards
+from model import GPT
+from nanorook import hardware, monitor
+from nanorook.settings import fail, number
+from rollout import sample
+from rook import stockfish
+from rook.label import require
+from rook.positions import Position, distinct
+
+START = Position(chess.STARTING_FEN, (), ())
+LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
+ILLEGAL, NORMAL = "illegal move", "normal"  # how a game ends
+
+
+def answers(model, questions, temperature, group_size=1, seed=0, rows=128):
+    """[Answer, ...]: `group_size` to each of some questions of one kind, `rows` of them sampled at once."""
+    generator, limit = torch.Generator().manual_seed(seed), max(rewards.LIMITS.values())
+    noise = torch.rand(len(questions), group_size, limit, generator=generator)
+    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, rows=rows)
+    parts = progress(parts, f"answers, temperature {temperature:g}")
+    return [answer for _, part in parts for answer in part]
+
+
+def progress(items, title):
+    return tqdm(items, title, leave=False, disable=None)
+
+
+def best_moves(model, fens, temperature, group_size=1, seed=0):
+    """The move after `B:` of each answer to each position, or None."""
+    text_format = rewards.chess_format(model.config)
+    questions = [rewards.Question("policy", rewards.policy_prompt(fen, text_format), ()) for fen in fens]
+    found = [rewards.parse_policy(a.text)[1] for a in answers(model, questions, temperature, group_size, seed)]
+    return [answer and answer[2][0] for answer in found]
+
+
+def openings(positions, count):
+    """The earliest of the boards in which a game can go on."""
+    early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
+    early = distinct(position._replace(asked=None) for position in early)
+    return list(itertools.islice((position for position in early if not is_over(chess.Board(position.fen))), count))
+
+
+def is_over(board):
+    return board.is_game_over() or board.is_repetition(3) or len(board.move_stack) >= LONGEST_GAME
+
+
+def has_white(i):
+    return i % 2 == 0
+
+
+def play(model, starts, temperature, opponent=None):
+    """(boards, how each game ended). `opponent` is a function of a board; the model has White in every other game."""
+    boards, ends, seeds = [chess.Board(start.fen) for start in starts], {}, itertools.count()
+    while alive := [i for i in range(len(boards)) if i not in ends]:
+        turn = [i for i in alive if opponent is None or boards[i].turn == has_white(i)]
+        chosen = best_moves(model, [boards[i].fen() for i in turn], temperature, seed=next(seeds))
+        moves = {i: uci for i, uci in zip(turn, chosen) if uci in {move.uci() for move in boards[i].legal_moves}}
+        ends |= {i: ILLEGAL for i in turn if i not in moves}
+        for i in alive:
+            if i not in ends:
+                boards[i].push_uci(moves[i] if i in moves else opponent(boards[i]))
+                ends |= {i: NORMAL} if is_over(boards[i]) else {}
+    return boards, [ends[i] for i in range(len(boards))]
+
+
+def start_stockfish(skill, nodes):
+    """The opponent, and its name."""
+    engine = stockfish.Engine(require())
+    engine.send("setoption name MultiPV value 1")
+    engine.send(f"setoption name Skill Level value {skill}")
+
+    def opponent(board):
+        engine.send(f"position fen {board.fen()}")
+        return engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()[1]
+
+    return opponent, f"{engine.name}, skill {skill}, {nodes} nodes"
+
+
+def result(board, end):
+    """As PGN writes it. An illegal move loses; a repetition, or a game that is too long, is a draw."""
+    if end == ILLEGAL:
+        return "0-1" if board.turn else "1-0"
+    return "1/2-1/2" if end == NORMAL and board.result() == "*" else board.result()
+
+
+def count(opponent, boards, ends):
+    """{row: [(value, weight) of each game]}; a figure is the sum of the values divided by the sum of the weights."""
+    lengths = [(len(board.move_stack), 1) for board in boards]
+    illegal = [(end == ILLEGAL, 1) for end in ends]
+    if opponent == "self":
+        moves = [(bad, bad + good) for (bad, _), (good, _) in zip(illegal, lengths)]
+        return {"half-moves before an illegal one": lengths, "illegal moves": moves}
+    white = {"1-0": 1, "0-1": 0, "1/2-1/2": 0.5}
+    points = [abs((not has_white(i)) - white[result(*game)]) for i, game in enumerate(zip(boards, ends))]
+    score, lost = [(p, 1) for p in points], [(p == 0, 1) for p in points]
+    return {"score": score, "lost": lost, "lost by an illegal move": illegal, "half-moves": lengths}
+
+
+def check_output(parser, file):
+    """Before the work, not after it."""
+    if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+        parser.error(f"{file} cannot be written: it is a folder, or in one that does not exist.")
+
+
+def main():
+    p = argparse.ArgumentParser("python -m rook.games", description=__doc__.split("\n")[0])
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p.add_argument("model", help="a model folder or hub id")
+    p.add_argument("--opponent", choices=["self", "stockfish"], default="self")
+    p.add_argument("--games", type=number(int, 1), default=100, help="how many")
+    p.add_argument("--start", choices=["held-out", "initial"], default="held-out", help="initial: as chess begins")
+    p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
+    p.add_argument("--skill", type=number(int, 0, 20), default=0, help="Stockfish's Skill Level, 0 to 20")
+    p.add_argument("--nodes", type=number(int, 1), default=1000, help="that Stockfish searches for a move")
+    p.add_argument("--data", default="builtin", help="positions, of which the held-out are used")
+    p.add_argument("--pgn", metavar="OUT", help="also write the games to this file")
+    a = p.parse_args()
+    check_output(p, a.pgn)
+    opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
+    hardware.flush_denormals()
+    device = hardware.choose_device()
+    model = GPT.load(a.model).to(device).inference_copy(hardware.fastest_dtype(device))
+    held = a.start == "held-out" and openings(rewards.load(a.data, model.config)[1], a.games)
+    if held == []:
+        fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
+    figures, pgn = {}, ""
+    for t in dict.fromkeys(a.temperature):
+        starts = held or [START] * (a.games if t or opponent else 1)  # all would be the same game
+        boards, ends = play(model, starts, t, opponent)
+        rows = count(a.opponent, boards, ends)
+        figures[f"T={t:g}, n={len(boards)}"] = {row: monitor.interval(*zip(*column)) for row, column in rows.items()}
+        for i, (board, end) in enumerate(zip(boards, ends)):
+            white, black = (a.model, name) if has_white(i) else (name, a.model)
+            game = chess.pgn.Game.from_board(board)
+            game.headers.update(White=white, Black=black, Result=result(board, end), Termination=end)
+            pgn += f"{game}\n\n"
+    print(f"Games of {a.model} against {name}\n\n{monitor.table(figures)}")
+    if a.pgn:
+        Path(a.pgn).write_text(pgn)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except stockfish.EngineError as error:
+        fail(f"Stockfish {error}.")

@@ -1,0 +1,210 @@
+"""Labels positions with Stockfish: up to five best moves of each, with their evaluations.
+
+The positions come from games that Stockfish plays against itself, or from files (--from). The work is cut
+into numbered units: a game, or CHUNK positions of the input. What a unit gives depends only on the settings
+and its number. So the file is the same with any number of workers, and a run that was killed continues after
+its last unit.
+"""
+
+import argparse
+import collections
+import fcntl
+import functools
+import gzip
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import chess
+from tqdm import tqdm
+
+from nanorook.settings import fail, number
+from rook import positions
+from rook.stockfish import NODES, Engine, EngineError, find
+
+CHUNK = 16  # positions of the input in a unit
+
+# Self-play. Moves are drawn from cheap searches. Games differ by a random opening, the temperature of the draw
+# and the share of random moves. Neighbours in a game are much alike, so only one position in eight is kept.
+PLAY_NODES = 300
+OPENING = 20  # half-moves at most; short openings are more frequent: after a long one few games are even
+TEMPERATURES = 10, 20, 40, 80, 160  # centipawns
+RANDOM_MOVES = 0, 0.02, 0.1
+KEPT = 1 / 8
+
+
+def require():
+    """The path of Stockfish's program."""
+    return find() or fail("Stockfish was not found: `apt install stockfish` (or `brew`), or set STOCKFISH_PATH.")
+
+
+def play(engine, rng):
+    """The positions of one game, without labels."""
+    opening = int(rng.random() ** 2 * (OPENING + 1))
+    temperature, share = rng.choice(TEMPERATURES), rng.choice(RANDOM_MOVES)
+    board, history = chess.Board(), []
+    engine.send("ucinewgame")
+    while not board.is_game_over() and not board.is_repetition(3):
+        yield positions.Position(board.fen(), tuple(history[-10:]), ())
+        if len(history) < opening or rng.random() < share:
+            move = rng.choice([move.uci() for move in board.legal_moves])
+        else:
+            moves = engine.search(board, PLAY_NODES, afresh=False)
+            weights = [math.exp((score - moves[0][1]) / temperature) for _, score in moves]
+            move = rng.choices(moves, weights)[0][0]
+        board.push_uci(move)
+        history.append(move)
+
+
+def label(engine, unlabelled, nodes):
+    """The positions with their moves; those of finished games are left out."""
+    labelled = []
+    for position in unlabelled:
+        board = chess.Board(position.fen)
+        if any(board.legal_moves):
+            labelled.append(position._replace(moves=engine.search(board, nodes)))
+    return labelled
+
+
+def start_worker(*_):
+    """The main process decides when to stop; a worker ends with it, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def write_position(position):
+    """The line of our own format."""
+    moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
+    return f"{position.fen};{' '.join(position.history)};{moves}"
+
+
+engine = functools.cache(Engine)  # of this worker process
+
+
+def work(path, unit, nodes):
+    """The lines of one unit: positions, or a game's seed. If the engine fails, the unit is tried once more."""
+    for last_try in False, True:
+        try:
+            if isinstance(unit, str):
+                rng = random.Random(unit)
+                unit = [position for position in play(engine(path), rng) if rng.random() < KEPT]
+            return [write_position(position) for position in label(engine(path), unit, nodes)]
+        except EngineError as error:
+            if last_try:
+                raise EngineError(f"{error}, and again after a restart") from None
+            engine.cache_clear()
+
+
+def resume(file, header):
+    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
+    line that was not written to its end is cut off."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while this process writes it
+    except BlockingIOError:
+        fail(f"{file.name} is in use by another run; wait for its end, or name another file.")
+    file.seek(0)
+    text = file.read()
+    if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
+        file.truncate(0)
+        file.write(header)
+        file.flush()  # before workers fork, who would have it in their buffers
+        return []
+    if not text.startswith(header):
+        fail(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
+    end = text.rindex(b"\n") + 1
+    file.truncate(end)
+    return [line.split("\t") if line else [] for line in text[len(header) : end].decode().splitlines()]
+
+
+def run(args):
+    out, partial, path = args.out, f"{args.out}.partial", require()
+    if os.path.isdir(out):
+        fail(f"{out} is a folder; name a file in it.")
+    if os.path.exists(out) and not os.path.exists(partial):
+        fail(f"{out} is there already: delete it to make it again.")
+    probe = Engine(path)
+    probe.close()
+    settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
+    if args.source:
+        given = [position for name in args.source for position in positions.load(name)]
+        settings["from"] = zlib.crc32(repr(given).encode())
+        wanted = min(args.positions or len(given), len(given))
+        every_unit = (given[at : at + CHUNK] for at in range(0, len(given), CHUNK))
+    else:
+        wanted = args.positions or 22000
+        every_unit = (f"{args.seed}/{number}" for number in itertools.count())
+
+    file = open(partial, "a+b")
+    done = resume(file, (json.dumps(settings) + "\n").encode())
+    lines = [line for unit in done for line in unit]
+    if done:
+        print(f"Continuing {partial}: {len(lines)} positions are done.")
+    boards = {positions.board_key(line.split(";")[0]) for line in lines}
+    units, ahead = itertools.islice(every_unit, len(done), None), collections.deque()
+    pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
+    bar = tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05)
+    try:
+        with file, bar:
+            while len(lines) < wanted:
+                for unit in itertools.islice(units, 4 * args.workers - len(ahead)):
+                    ahead.append(pool.submit(work, path, unit, args.nodes))
+                if not ahead:
+                    break
+                new = []
+                for line in ahead.popleft().result():  # in the order of the units, whichever ends first
+                    key = positions.board_key(line.split(";")[0])
+                    if key not in boards and len(lines) + len(new) < wanted:
+                        boards.add(key)
+                        new.append(line)
+                file.write(("\t".join(new) + "\n").encode())
+                file.flush()
+                lines += new
+                bar.update(len(new))
+            bar.total = len(lines)  # fewer than wanted where some were left out
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    text = "".join(f"{line}\n" for line in lines).encode()
+    Path(f"{out}.tmp").write_bytes(gzip.compress(text, mtime=0) if out.endswith(".gz") else text)
+    os.replace(f"{out}.tmp", out)  # the file appears whole or not at all
+    os.remove(partial)
+    left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" if len(lines) < wanted else ""
+    print(f"{out}: {len(lines)} positions{left_out}, {os.path.getsize(out) / 1e6:.2f} MB.")
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m rook.label", description="Label positions with Stockfish.")
+    parser.add_argument("out", metavar="OUT", help="the file to make; gzipped if its name ends in .gz")
+    parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
+    many, cores = number(int, 1), os.cpu_count()
+    parser.add_argument("--positions", type=many, help="how many (default: 22000 from self-play, all from files)")
+    parser.add_argument("--nodes", type=many, default=NODES, help=f"of a search (default: {NODES})")
+    parser.add_argument("--seed", type=int, default=0, help="of self-play (default: 0)")
+    parser.add_argument("--workers", type=many, default=cores, help="processes (default: one for each core)")
+    args = parser.parse_args()
+    again = f"the same command continues from {args.out}.partial"
+    try:
+        run(args)
+    except KeyboardInterrupt:
+        print(f"\nStopped; {again}.", file=sys.stderr, flush=True)
+        os._exit(130)  # workers end with this process, and do not finish their units
+    except BrokenProcessPool:
+        fail(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
+    except EngineError as error:
+        fail(f"Stockfish ({require()}) {error}.")
+    except OSError as error:
+        fail(f"{args.out} cannot be written: {error.strerror}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Supervised training: from labelled positions to a model that knows both tasks, in one stage.
+
+python -m rook.pretrain out/mine --data builtin positions.txt.gz            on a CPU, a million texts in ten hours
+python -m rook.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU with 16 cores
+
+What the texts are: rook/texts.py. The same command goes on where a run was stopped or killed.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import chess
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import rewards
+from model import GPT, GPTConfig, causal_attention
+from nanorook import hardware, monitor
+from nanorook.run import catch_signals
+from nanorook.settings import fail, number
+from nanorook.task import graded
+from nanorook.tokenizer import Tokenizer
+from rollout import sample
+from rook import positions, texts
+from rook.label import start_worker
+
+LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see texts.legal_tokens()
+WARMUP = 100  # steps in which the learning rates rise
+TOKENIZERS = {
+    "squares": partial(Tokenizer.of_bytes, chess.SQUARE_NAMES),  # a move is two tokens
+    "expanded": Tokenizer.of_bytes,
+    "rookworld": Tokenizer.gpt2,
+}
+SKILL = "policy legal", "policy candidates_legal", "policy top5", "policy best", "environment next_state"
+
+
+def arguments():
+    usage, style = "python -m rook.pretrain OUT [--NAME VALUE ...]", argparse.ArgumentDefaultsHelpFormatter
+    p = argparse.ArgumentParser("python -m rook.pretrain", usage, formatter_class=style)
+    count, rate = number(int, 1), number(float, 0, 1)
+    p.add_argument("out", type=Path, help="the model folder to write; run the same command again to resume")
+    p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as rook/positions.py reads")
+    p.add_argument("--init", help="start from this model; its format and sizes then hold")
+    p.add_argument("--format", default="squares", choices=TOKENIZERS, help="of the texts, see rewards.py")
+    p.add_argument("--tokenizer", help="a folder with tokenizer files, for --format rookworld instead of GPT-2's")
+    p.add_argument("--layers", type=count, default=6, help="12 for GPT-2 124M")
+    p.add_argument("--width", type=count, default=256, help="768 for GPT-2 124M")
+    p.add_argument("--heads", type=count, default=8, help="12 for GPT-2 124M")
+    p.add_argument("--positions", type=number(int, 288), default=320, help="the longest text; 1024 for GPT-2 124M")
+    p.add_argument("--steps", type=count, default=32000, help="where the run ends, counted from its beginning")
+    p.add_argument("--decay", type=rate, default=0.3, help="last share of --steps, where the rates fall to zero")
+    p.add_argument("--rows", type=number(int, 8), default=32, help="texts in a step; 1024 suits a GPU")
+    p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
+    p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
+    p.add_argument("--eval-every", type=count, default=250, help="steps between saves with a line of skill")
+    p.add_argument("--eval-positions", type=count, default=64, help="held-out positions for that line")
+    p.add_argument("--workers", type=number(int, 0), default=0, help="processes that make texts; 0: this one does")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
+    p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
+    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the first weights and of all draws")
+    p.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: cuda if there is one")
+    a = p.parse_args()
+    if a.width % a.heads:
+        p.error(f"--width {a.width} has to be a multiple of --heads {a.heads}.")
+    if a.tokenizer and a.format != "rookworld":
+        p.error(f"--format {a.format} has a tokenizer of its own; leave out --tokenizer.")
+    return a
+
+
+def new_model(args):
+    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else TOKENIZERS[args.format]()
+    shape = tokenizer.vocab_size, args.positions, args.width, args.layers, args.heads
+    model = GPT(GPTConfig(*shape, eos_token_id=tokenizer.eos, extra={"chess_format": args.format}))
+    model.tokenizer = tokenizer
+    if args.format in rewards.WIDTH:
+        # A square's place in the prompt, and where the environment's answer predicts it (from the token before), starts
+        # as its name's tokens: to find a move's square is one dot product. From random places a small model takes
+        # thousands of steps to learn it.
+        for board in (len("P: "), rewards.WIDTH[args.format]["A: "] - 1):
+            for square in chess.SQUARES:
+                name = model.wte.weight[tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
+                model.wpe.weight.data[board + texts.place_on_board(square)] += name.detach()
+    return model
+
+
+def hidden(model, tokens):  # (R, S) -> (R, S, C)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return model.trunk(tokens, positions, causal_attention)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum whose updates are made orthogonal by five Newton-Schulz steps (Jordan et al., 2024).
+    torch.optim.Muon's are always in bf16, which takes 15 of 18 seconds a step on a CPU without units for it."""
+
+    def __init__(self, matrices, lr, dtype, momentum=0.95):
+        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonal(p.grad.lerp(momentum, group["momentum"]).to(self.dtype))
+                p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
+
+
+def orthogonal(x):
+    """The nearest matrix with singular values of about 1."""
+    x = x / (x.norm() + 1e-7)
+    wide = x if x.shape[0] <= x.shape[1] else x.mT
+    for _ in range(5):
+        gram = wide @ wide.mT
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+    return wide if x.shape[0] <= x.shape[1] else wide.mT
+
+
+def schedule(step, steps, decay):
+    """Factor of the learning rates: it rises, is held, and falls to zero over the last share `decay` of the steps."""
+    left = (steps - step) / (decay * steps) if decay else 1.0
+    return min(1.0, (step + 1) / WARMUP, left)
+
+
+def evaluate(model, questions):
+    """{"policy legal T=0": mean, ...} of held-out questions, greedy and at temperature 1."""
+    model, skill = model.inference_copy(model.dtype), {}
+    for temperature in (0, 1):
+        parts = sample(model, questions, 1, rewards.LIMITS, temperature, rows=256)
+        figures = monitor.intervals([answer for _, part in parts for answer in graded(rewards, part)])
+        skill |= {f"{name} T={temperature}": round(figures[name][0], 4) for name in SKILL}
+    return skill
+
+
+def open_folder(out):
+    """Refuses a folder that cannot be written to, and one whose model another program has made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        fail(f"{out} cannot be written to ({error.strerror}); name another folder.")
+    foreign = [file for name in ("config.json", "*.safetensors", "*.bin") for file in out.glob(name)]
+    if foreign and not (out / "trainer.pt").exists():
+        fail(f"{out} holds a model that this program has not made; name another folder to write to.")
+
+
+def load_state(file, config):
+    """What the run needs to go on; {} where it begins."""
+    if not file.exists():
+        return {}
+    try:  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if state["config"] == str(config):
+            return state
+    except Exception:  # a damaged pickle may raise anything
+        pass
+    fail(f"{file} is damaged or of another model; name another folder.")
+
+
+def main():
+    args = arguments()
+    open_folder(args.out)
+    hardware.flush_denormals()
+    device = hardware.choose_device(args.device)
+    torch.manual_seed(args.seed)
+    model = (GPT.load(args.init) if args.init else new_model(args)).to(device)
+    tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
+    labelled, held_out = positions.split([p for source in args.data for p in positions.load(source) if p.moves])
+    if not labelled or not held_out:
+        fail("the data has no labelled positions to train on and to hold out; label some with python -m rook.label.")
+    rare, rng = texts.rare_kinds(labelled), random.Random(0)
+    chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))
+    questions = [rewards.policy_question(p, text_format) for p in chosen]
+    questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
+
+    state = load_state(args.out / "trainer.pt", model.config)
+    dtype = state.get("dtype", args.dtype) if args.dtype == "auto" else args.dtype  # auto is measured once for a run
+    model.set_compute_dtype(hardware.fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype))
+    others = {name: p for name, p in model.named_parameters() if not (name.startswith("h.") and p.ndim == 2)}
+    matrices = [p for name, p in model.named_parameters() if name not in others]
+    adam = torch.optim.AdamW(others.values(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0)
+    optimizers = [Muon(matrices, args.lr_matrix, model.dtype), adam]
+    weights_dtype = torch.bfloat16 if args.half else torch.float32
+    step, seconds = state.get("step", 0), state.get("elapsed", 0.0)
+    if state:
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        model.save(args.out, weights_dtype)  # a kill may have come between the two files of a save
+        tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
+    forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
+
+    def make_batch(step):
+        """The same for the same seed and step, in whatever process."""
+        rng, rows = random.Random(f"{args.seed}/{step}"), texts.task_rows(step, args.rows, text_format, not args.init)
+        drawn = texts.draw(rng, rows, labelled, rare, text_format)
+        return {task: texts.tokenize(some, tokenizer, n_positions, text_format) for task, some in drawn.items()}
+
+    workers = {"num_workers": args.workers, "worker_init_fn": start_worker, "collate_fn": make_batch}
+    workers["multiprocessing_context"] = "fork" if args.workers else None  # they have this process's positions
+    batches = DataLoader(range(args.steps), batch_size=None, sampler=range(step, args.steps), **workers)
+    bar = tqdm(batches, total=args.steps, initial=step, unit="step", smoothing=0.05)
+    stop, last = catch_signals(), time.time()
+    for batch in bar:
+        rate, losses = schedule(step, args.steps, args.decay), {}
+        for optimizer, lr in zip(optimizers, (args.lr_matrix, args.lr)):
+            optimizer.param_groups[0]["lr"] = lr * rate
+        total = float(sum(weights.sum() for _, _, _, weights, *_ in batch.values()))
+        for task, arrays in batch.items():
+            arrays = (torch.from_numpy(x).to(device, non_blocking=True) for x in arrays)
+            tokens, places, targets, weights, moves, allowed = arrays
+            states = forward(model, tokens).flatten(0, 1).index_select(0, places)  # (K, C): where there are targets
+            logprobs = model.head(states).float().log_softmax(-1)  # (K, V)
+            loss = (F.nll_loss(logprobs, targets, reduction="none") * weights).sum()
+            illegal = -logprobs[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1).sum()
+            ((loss + LEGAL_WEIGHT * illegal) / total).backward()
+            losses[task] = loss.detach() / weights.sum()
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            tqdm.write(f"step {step + 1}: the gradient is not finite, so the weights stay as they are")
+        model.zero_grad(set_to_none=True)
+        step += 1
+        seconds, last = seconds + time.time() - last, time.time()
+        if step % 10 == 0:
+            bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
+        if step % args.eval_every and step < args.steps and not stop:
+            continue
+        # trainer.pt comes first: a folder with a model and without it is refused as another program's
+        state = {"step": step, "elapsed": seconds, "config": str(model.config), "dtype": str(model.dtype)[6:]}
+        state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+        torch.save(state, args.out / "trainer.pt.tmp")
+        os.replace(args.out / "trainer.pt.tmp", args.out / "trainer.pt")
+        model.save(args.out, weights_dtype)
+        if stop:
+            sys.exit(f"stopped at step {step}; the same command goes on from there.")
+        skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(model, questions)}
+        shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
+        tqdm.write(f"step {step}  " + "  ".join(shown))
+        with open(args.out / "skill.jsonl", "a") as log:
+            log.write(json.dumps(skill) + "\n")
+        last = time.time()  # that was not training time
+
+
+if __name__ == "__main__":
+    main()
