@@ -132,7 +132,9 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
     run, model = Run(tmp_path), toy.model()
     run.step, run.skill = 40, {"before": {}} | recorded
     for name in ("metrics", "samples"):
-        (tmp_path / f"{name}.jsonl").write_text('{"step": 0}\n{"step": 40}\n{"step": 41}\n')
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"step": {step}, "seconds": {{}}}}\n' for step in (0, 40, 41))
+        )
     assert [row["step"] for row in monitor.open_log(run, model)] == [0, 40]
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
 
