@@ -112,3 +112,8 @@ def test_the_embedded_model_answers_with_a_move_and_the_space_that_ends_it(sides
     answers = [answer for _, part in sample(model, questions, 1, mates.LIMITS, temperature=0) for answer in part]
     assert all(answer.text.endswith(" ") and len(answer.text) in (5, 6) and not answer.hit_limit for answer in answers)
     assert sum(answer.grade.metrics["legal"] for answer in task.graded(mates, answers)) > 8
+
+
+def test_a_start_model_of_a_few_steps(tmp_path):
+    folder = start.make_start_model(tmp_path / "start", lambda rng: ("a", "b"), steps=5, batch=2, positions=8)
+    assert GPT.load(folder).config.n_positions == 8
