@@ -13,6 +13,7 @@ Stockfish's labels know which moves are good, python-chess all the rest.
 
 import re
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import chess
@@ -73,11 +74,10 @@ def make_questions(items, count, rng, config):
     first = round((count - environment) * MIX_FIRST_RATIO)
     pool = load_mates()[held_out(items[0].fen)] if first else []  # to train on or held out, as the items are
     mates = rng.sample(pool, min(first // 2, len(pool)))
-    chosen = positions.draw(items, min(count - len(mates), len(items)), rng)
-    environment, policy, moves = chosen[:environment], chosen[environment : count - first], chosen[count - first :]
-    questions = [environment_question(p, rng, text_format) for p in environment]
-    questions += [policy_question(p, text_format) for p in policy]
-    questions += [first_question("moves", p, text_format) for p in moves]
+    others = iter(positions.draw(items, min(count - len(mates), len(items)), rng))
+    questions = [environment_question(p, rng, text_format) for p in islice(others, environment)]
+    questions += [policy_question(p, text_format) for p in islice(others, count - environment - first)]
+    questions += [first_question("moves", p, text_format) for p in others]
     return questions + [first_question("mates", p, text_format) for p in mates]
 
 
@@ -239,8 +239,8 @@ ENVIRONMENT_WEIGHTS = {
 
 def grade(question, text, hit_limit=False):
     """The worth of `text`, an answer without its end token; `hit_limit`: its limit cut it off."""
-    graders = {"policy": grade_policy, "environment": grade_environment}
-    pieces, metrics = graders.get(question.kind, grade_first)(question, text)
+    graders = {"policy": grade_policy, "environment": grade_environment, "moves": grade_first, "mates": grade_first}
+    pieces, metrics = graders[question.kind](question, text)
     reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
         pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1)))

@@ -237,3 +237,11 @@ def microbatches(batch, most_tokens):
             cuts.append([])
         cuts[-1].append(group)
     return [batch.select(cut, *(max(sizes[b][i] for b in cut) for i in (0, 1))) for cut in cuts]
+
+
+def split_by_signal(batch, has_kl):
+    """[(groups in which a token has an advantage, True), (others, False)]. Without a KL the others have no gradient,
+    and need only their forward pass, for the metrics."""
+    signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | has_kl  # (B,)
+    shape = batch.prompts.shape[1], batch.tokens.shape[1]
+    return [(batch.select((signal == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in signal]

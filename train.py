@@ -8,10 +8,9 @@ TASK=examples/letters.py ./train.sh              another task
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
 (grpo.py), and take one step on the loss. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
 
-Off by default: division by the group's standard deviation (SCALE_REWARDS). Not here: a value model, a replay of old
-answers, a second engine for sampling. Added to plain GRPO: each piece of a reward is credited to the words it judges;
-the end token is trained; microbatches do not change the loss; the first step checks that sampler, policy and reference
-agree; a run that breaks goes back to its last good state; CONTROL=shuffle is the same run without information.
+Added to plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
+do not change the loss; the first step checks that sampler, policy and reference agree; a run that breaks goes back to
+its last good state. Not here: a value model, a replay of old answers, a second engine for sampling.
 """
 
 import copy
@@ -34,7 +33,7 @@ from nanorook.run import Run, catch_signals, continuation, explain, restore, wri
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
 from nanorook.task import first_questions, graded, make_questions, prompt_ids
-from rollout import microbatches, sample
+from rollout import microbatches, sample, split_by_signal
 
 if __name__ == "__main__":
     settings.read_user()  # as a program only: imported, train.py keeps the defaults
@@ -75,7 +74,6 @@ KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 
-heading("Sampling")
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
 
 heading("Evaluation, checkpoints, logs")
@@ -147,16 +145,10 @@ def objective(logprobs, batch, normalizer, kl_coef):
 def plan_memory(model, questions):
     """The most tokens of a microbatch. If the memory asks for it, the backward pass computes blocks again."""
     keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    model.recompute = hardware.must_recompute(model, max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values())), keys)
+    model.recompute = hardware.must_recompute(
+        model, max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values())), keys
+    )
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
-
-
-def split_by_signal(batch):
-    """[(groups in which a token has an advantage, True), (other groups, False)]. Without a KL the others have no gradient,
-    and need only their forward pass, for the metrics."""
-    signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | (KL_COEF > 0)  # (B,)
-    shape = batch.prompts.shape[1], batch.tokens.shape[1]
-    return [(batch.select((signal == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in signal]
 
 
 def update(model, reference, optimizers, batches, most_tokens):
@@ -198,15 +190,11 @@ def update(model, reference, optimizers, batches, most_tokens):
                 optimizer.step()
         model.zero_grad(set_to_none=True)
     first, last = epochs[0], epochs[-1]
-    return {
-        "loss": first["loss"],
-        "grad_norm": fmean(sums["grad_norm"] for sums in epochs),
-        "tokens": int(first["tokens"]),
-        "skipped": skipped,
-        "broken": not torch.stack([p.isfinite().all() for p in model.parameters()]).all(),
-        **{name: first[name] / first["tokens"] for name in ("logprob_gap", "entropy", "kl") if name in first},
-        **{name: last[name] / first["tokens"] for name in ("ratio_gap", "clip_low", "clip_high")},
-    }
+    broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+    metrics = {"loss": first["loss"], "tokens": int(first["tokens"]), "skipped": skipped, "broken": broken}
+    metrics |= {name: first[name] / first["tokens"] for name in ("logprob_gap", "entropy", "kl") if name in first}
+    metrics |= {name: last[name] / first["tokens"] for name in ("ratio_gap", "clip_low", "clip_high")}
+    return metrics | {"grad_norm": fmean(sums["grad_norm"] for sums in epochs)}
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -259,8 +247,7 @@ def evaluate_and_record(run, model, questions, title):
 
 
 def make_optimizers(model):
-    """A list: another one may have other parameters. Each group of parameters keeps the rate that it has here, times
-    what set_learning_rates is given."""
+    """Each has parameters of its own. A group of parameters keeps the rate that it has here, times the schedule."""
     return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
@@ -274,13 +261,11 @@ def make_reference(model):
 
 
 def start():
-    """What the loop works with, at its beginning or where it was stopped: (run, model, reference, optimizers, training
-    items, held-out questions)."""
+    """What the loop works with, at its beginning or where it was stopped."""
     device = parallel.start(hardware.choose_device(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
     if BATCH_POSITIONS % world:
-        fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of "
-             f"{world}.")  # fmt: skip
+        fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
     run = Run(OUT_DIR)
     if lead:
         run.acquire_lock()
@@ -310,13 +295,8 @@ def start():
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
-    parameters = sum(p.numel() for p in model.parameters())
-    recompute = ", blocks computed again in the backward pass" * model.recompute
-    ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
-    parallel.log(f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n{TASK}: {len(items)} items to train on, {len(held_out)} held out\n"
-        f"{device} in {str(dtype)[6:]}, {world} process(es), microbatches of {run.microbatch} tokens{recompute}\n{settings.in_words('LR', 'SEED', 'STEPS', 'BATCH_POSITIONS', 'GROUP_SIZE')}")  # fmt: skip
-    if parameters > 5e7 and LR > 1e-5:
-        parallel.log(f"LR={LR:g} is high for a model of this size; LR=1e-5 TEMPERATURE=0.7 suit one of 124M.")
+    parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
+    parallel.log(settings.in_words("LR", "SEED", "STEPS", "BATCH_POSITIONS", "GROUP_SIZE"))
     if lead and FRESH:  # not before model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions
@@ -326,7 +306,8 @@ def main():
     settings.finish()
     hardware.flush_denormals()
     run, model, reference, optimizers, items, eval_questions = start()
-    lead, world, sampler = parallel.rank() == 0, parallel.world(), model.inference_copy(model.dtype)
+    lead, mine = parallel.rank() == 0, slice(parallel.rank(), None, parallel.world())
+    sampler = model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
     signals = catch_signals()
@@ -337,7 +318,6 @@ def main():
         questions = make_questions(task, items, BATCH_POSITIONS, rng, model.config)
         noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
         sampler.sync_from(model)
-        mine = slice(parallel.rank(), None, world)
         rollouts = list(sample(sampler, questions[mine], GROUP_SIZE, task.LIMITS, TEMPERATURE, noise[mine]))
         clock.append(time.perf_counter())
 

@@ -202,6 +202,18 @@ def describe(command, device, dtype):
     }
 
 
+def introduction(model, source, task, items, held_out, processes, microbatch):
+    """What a run trains, on what and where."""
+    parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
+    ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
+    again = ", blocks computed again in the backward pass" * model.recompute
+    return (
+        f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
+        f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
+        f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
+    )
+
+
 def open_log(run, model, questions):
     """Cuts the files of a run back to where it stands; the metrics of its steps so far. The held-out questions are
     named in run.json in the order of figures(), for comparisons with other runs."""

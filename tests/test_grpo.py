@@ -359,7 +359,7 @@ def test_groups_without_signal_leave_the_update_and_nothing_else(loss, toy_setti
     monkeypatch.setattr(
         train, "forward", lambda *args: graded.append(torch.is_grad_enabled() * len(args[1].tokens)) or forward(*args)
     )
-    for split in (lambda batch: [(batch, True)]), train.split_by_signal:
+    for split in (lambda batch, has_kl: [(batch, True)]), train.split_by_signal:
         monkeypatch.setattr(train, "split_by_signal", split)
         model = copy.deepcopy(start)
         graded.clear()
