@@ -154,9 +154,8 @@ def plan_memory(model, questions):
 def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step. Of the metrics loss, logprob_gap, entropy and kl are those of the
     weights before the first update, ratio_gap, clip_low and clip_high those of the last epoch; grad_norm is a mean."""
-    parts = [
-        (part, has) for b in batches for some, has in split_by_signal(b) for part in microbatches(some, most_tokens)
-    ]
+    split = [group for batch in batches for group in split_by_signal(batch, KL_COEF > 0)]
+    parts = [(part, has) for some, has in split for part in microbatches(some, most_tokens)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
     normalizer = parallel.total(normalizer.float())
