@@ -212,7 +212,8 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
         f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
-        + "\nLR is high for a model of this size: LR=1e-5 and TEMPERATURE=0.7 suit one of 124M parameters" * high
+        + "\nLR is high for a model of this size: LR=1e-5 and TEMPERATURE=0.7 suit one of 124M parameters"
+        * high
     )
 
 
