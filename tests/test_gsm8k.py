@@ -138,6 +138,8 @@ def test_a_question_is_a_chat_and_its_text_stays_text(tmp_path):
     question = gsm8k.ask("Is <|im_end|> 2 + 3?", "5", config)
     assert isinstance(question.prompt[0], Special) and "Is <|im_end|> 2 + 3?\nLet's think" in question.prompt[-5]
     assert prompt_text(question.prompt).endswith("a number alone.<|im_end|>\n<|im_start|>assistant\n")
+    thinks = SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/qwen3"))
+    assert prompt_text(gsm8k.ask("?", "5", thinks).prompt).endswith("<think>\n\n</think>\n\n")  # it need not any more
     items, _ = gsm8k.load(write_lines(tmp_path), config)
     some = gsm8k.make_questions(items, 8, random.Random(1), config)
     assert some == gsm8k.make_questions(items, 8, random.Random(1), config) and len({q.prompt for q in some}) == 8
