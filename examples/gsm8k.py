@@ -2,9 +2,9 @@
 
     TASK=examples/gsm8k.py MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh
 
-The defaults are those of a published run of CISPO (MiniMax, 2025) with this model: no KL, no division by the deviation,
-the loss a mean over tokens. DATA names the folder with the published train.jsonl and test.jsonl, gzipped or not; the
-training problems are those of train.jsonl, and the held-out ones those of test.jsonl.
+The defaults are those of CISPO (MiniMax, 2025): a mean over all tokens, an upper clip alone, no KL and no division by
+the deviation of a group. DATA names a folder with the published train.jsonl and test.jsonl, gzipped or not; problems
+of train.jsonl are trained on, and those of test.jsonl are held out. By default both files are downloaded once.
 """
 
 import gzip
