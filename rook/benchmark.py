@@ -130,8 +130,7 @@ def read_puzzles(path, most):
     except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         fail(f"{path} cannot be read as puzzles: {type(error).__name__}, {error}.")
     return {row: puzzles[:most] for row, puzzles in found.items() if puzzles} or fail(
-        f"{path}: expected BIG-bench's checkmate_in_one/task.json, the CSV of Lichess's puzzles, or RookWorld's P: and A: "
-        "lines, found no puzzle."
+        f"{path}: expected BIG-bench's checkmate_in_one/task.json, Lichess's CSV of puzzles or RookWorld's P: and A: lines"
     )
 
 
