@@ -32,10 +32,10 @@ from rook.positions import Position, distinct, load, mating_moves
 
 TRIES = 16  # answers to each question of pass@k
 BANDS = {0: "below 1000", 1000: "1000 to 1499", 1500: "1500 to 1999", 2000: "2000 and above"}  # of Lichess ratings
-BIGBENCH, MATE_IN_ONE, LICHESS = "mate in one, BIG-bench", "Lichess mateIn1", "Lichess"
+BIGBENCH, MATE_IN_ONE, LICHESS = "mate in one, BIG-bench", "Lichess, mateIn1", "Lichess, all"
 POLICY, ENVIRONMENT = "RookWorld P: best move", "RookWorld A: next state"
 SMALL, LARGE = "RookWorld-LM 124M, 7M texts × 3 epochs", "RookWorld-LM 124M, 46M texts × 5 epochs"
-PUBLISHED = {  # by whom, with the version of the model, on positions that need not be those of the row
+PUBLISHED = {  # with the version of the model; their positions need not be those of the row
     BIGBENCH: {SMALL: "13.7 %", LARGE: "32.1 %", "ChessGPT-Base 3B": "26.5 %", "ROOK-LM 124M": "24.4 %"},
     MATE_IN_ONE: {"KINGPT 25M, supervised": "85 to 91 of 100"},
     LICHESS: {"C1-4B, supervised": "42.3 % of 900", "C1-4B, then with RL": "48.3 % of 900"},
@@ -43,7 +43,7 @@ PUBLISHED = {  # by whom, with the version of the model, on positions that need 
     ENVIRONMENT: {SMALL: "99.61 %", f"{LARGE}, environment": "99.9 %"},
 }
 PUBLISHED[BIGBENCH]["ROOK-CLF-9M, a supervised classifier"] = "57 %"
-SOLVED = {"policy": "best", "moves": "best", "environment": "next_state"}  # the metric that says it, by kind
+SOLVED = {"policy": "policy best", "moves": "moves best", "environment": "environment next_state"}  # metrics, by kind
 
 
 class Puzzle(NamedTuple):
@@ -79,8 +79,7 @@ def measure(model, temperature, positions, puzzles, openings, tried):
         for way, tries in product(asked[0], [1, TRIES] if temperature and tried else [1]):
             questions = [ways[way] for ways in (asked if tries == 1 else asked[:tried])]
             row = f"{name}{way}" + f", pass@{tries}" * (tries > 1)
-            kind = questions[0].kind
-            found[row] = pass_at_k(ask(questions, tries)[f"{kind} {SOLVED[kind]}"], tries, tries)
+            found[row] = pass_at_k(ask(questions, tries)[SOLVED[questions[0].kind]], tries, tries)
             for band in BANDS.values():
                 found[f"{row}, {band}"] = [*compress(found[row], (puzzle.band == band for puzzle in some))]
     if openings:
@@ -105,13 +104,12 @@ def puzzle_questions(puzzle, text_format):
 
 
 def with_mate(boards):
-    """The boards that have a mate in one, as puzzles."""
     found = ((board.fen(), sorted(mating_moves(board))) for board in boards)
     return [Puzzle(Position(fen, (), ()), mating) for fen, mating in found if mating]
 
 
 def read_puzzles(path, most):
-    """{row: [Puzzle, ...]} of a file in any of the three formats, `most` of each row at most."""
+    """{row: [Puzzle, ...]} of a file in any of the three formats; of Lichess's `most` in each row."""
     if path.endswith(".zst"):
         fail(f"{path} is compressed; unpack it first: zstd -d {path}")
     try:
@@ -129,9 +127,9 @@ def read_puzzles(path, most):
                 found = {POLICY: [Puzzle(*p) for p in best], ENVIRONMENT: [Puzzle(p) for p in lines if p.asked]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         fail(f"{path} cannot be read as puzzles: {type(error).__name__}, {error}.")
-    return {row: puzzles[:most] for row, puzzles in found.items() if puzzles} or fail(
-        f"{path}: expected BIG-bench's checkmate_in_one/task.json, Lichess's CSV of puzzles or RookWorld's P: and A: lines"
-    )
+    found = {row: puzzles for row, puzzles in found.items() if puzzles}
+    return found or fail(f"{path} has no puzzle: expected BIG-bench's checkmate_in_one/task.json, Lichess's CSV of "
+                         "puzzles, or RookWorld's P: and A: lines.")  # fmt: skip
 
 
 def read_lichess(lines, most):
@@ -145,7 +143,7 @@ def read_lichess(lines, most):
             found[row].append(Puzzle(Position(board.fen(), (), ()), solutions, band))
         if len(found[MATE_IN_ONE]) == most:
             break
-    return found
+    return {row: puzzles[:most] for row, puzzles in found.items()}
 
 
 def with_published(rows):
@@ -182,8 +180,8 @@ def main():
     pool = distinct([*held, *(rewards.load_mates()[1] if "builtin" in a.data else [])])
     mates = with_mate(chess.Board(position.fen) for position in rng.sample(pool, len(pool)))
     asked = {"mate in one": mates[: a.positions]} if mates else {}
-    for file in a.puzzles:
-        asked |= read_puzzles(file, a.positions)
+    for row, puzzles in (item for file in a.puzzles for item in read_puzzles(file, a.positions).items()):
+        asked[row] = [*asked.get(row, []), *puzzles][: a.positions]
     openings, columns = games.openings(held, min(a.self_play, a.positions)), {}
     for title, model in zip("AB", models):
         at = {t: measure(model, t, chosen, asked, openings, a.pass_at_k) for t in a.temperature}

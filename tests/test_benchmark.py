@@ -127,23 +127,23 @@ def test_puzzles_are_recognised_by_their_content(puzzle_files):
     rook, pawn = ("a1a8", "below 1000"), ("e2e1q", "1000 to 1499")
     assert moves == {
         "mate in one, BIG-bench": [("h5f7", "")] * 3,
-        "Lichess mateIn1": [rook, ("a1a8", "2000 and above")],
-        "Lichess": [rook, pawn, ("a1a8", "2000 and above")],
+        "Lichess, mateIn1": [rook, ("a1a8", "2000 and above")],
+        "Lichess, all": [rook, pawn, ("a1a8", "2000 and above")],
         "RookWorld P: best move": [("e2e4", "d2d4", "")],
         "RookWorld A: next state": [("",)],
     }
     fens = {row: puzzles[0].position.fen for row, puzzles in found.items()}
     assert fens["mate in one, BIG-bench"].startswith("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq")
-    assert fens["Lichess"] == "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 1 2"  # after the opponent's move
+    assert fens["Lichess, all"] == "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 1 2"  # after the opponent's move
 
 
 @pytest.mark.parametrize(
     "file, content, message",
     [
         ("puzzles.csv.zst", "", "unpack it first: zstd -d"),
-        ("task.json", '{"examples": [{"input": "1. e4"}]}', "expected BIG-bench's"),
+        ("task.json", '{"examples": [{"input": "1. e4"}]}', "has no puzzle: expected BIG-bench's"),
         ("task.json", '{"name": ""}', "cannot be read as puzzles: KeyError"),
-        ("some.txt", chess.STARTING_FEN, "expected BIG-bench's"),
+        ("some.txt", chess.STARTING_FEN, "has no puzzle: expected BIG-bench's"),
         ("some.csv", f"PuzzleId,FEN,Moves\n1,{chess.STARTING_FEN},e2e5 e7e5", "cannot be read as puzzles: Illegal"),
         ("some.csv", f"PuzzleId,FEN,Moves\n1,{chess.STARTING_FEN},e2e4", "cannot be read as puzzles: ValueError"),
         ("none.csv", None, "cannot be read as puzzles: FileNotFoundError"),
@@ -167,12 +167,12 @@ def test_puzzles_are_solved_by_the_first_candidate_or_the_whole_answer(measure, 
     found = measure(policy, some=HELD_OUT[:8], mates=puzzles, temperature=1)
     for tries in ("", ", pass@16"):
         means = lambda row: [found[row + way + tries][0] for way in ("", ", first candidate")]  # noqa: B023, E731
-        assert means("mate in one, BIG-bench") == means("Lichess mateIn1") == [1, 0]
-        assert means("Lichess") == [0.5, 0.5] and means("RookWorld P: best move") == [0, 0]
+        assert means("mate in one, BIG-bench") == means("Lichess, mateIn1") == [1, 0]
+        assert means("Lichess, all") == [0.5, 0.5] and means("RookWorld P: best move") == [0, 0]
         assert found[f"RookWorld A: next state{tries}"][0] == 1
-    bands = {row: mean for row, (mean, *_) in found.items() if re.match(r"Lichess, (?!pass|first)", row)}
-    assert bands == {"Lichess, below 1000": 1, "Lichess, 1000 to 1499": 0, "Lichess, 1500 to 1999": 0,
-                     "Lichess, 2000 and above": 1}  # fmt: skip
+    bands = {row: mean for row, (mean, *_) in found.items() if re.match(r"Lichess, all, (?!pass|first)", row)}
+    assert bands == {"Lichess, all, below 1000": 1, "Lichess, all, 1000 to 1499": 0, "Lichess, all, 1500 to 1999": 0,
+                     "Lichess, all, 2000 and above": 1}  # fmt: skip
 
 
 def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_model, puzzle_files):
@@ -195,8 +195,7 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
     cells = {row[0]: row[1:] for row in rows}
     assert cells["policy structure T=0"] == ["0.000 ± 0.658", "0.000 ± 0.658", "+0.000 ± 0.658"]
     assert cells["illegal moves T=1"][0].startswith("1.000")
-    lichess = [row[0] for row in rows if row[0].startswith("Lichess, first candidate")]
-    assert "Lichess, first candidate, pass@16 T=1" in lichess and "Lichess, first candidate, below 1000 T=0" in lichess
+    assert {f"Lichess, all, first candidate, {row}" for row in ("pass@16 T=1", "below 1000 T=0")} <= cells.keys()
     below = [row[0] for row in rows].index("mate in one, BIG-bench T=0") + 1
     assert rows[below] == ["RookWorld-LM 124M, 7M texts × 3 epochs", "", "", "", "13.7 %"]
     assert sum(row[-1] == "32.1 %" for row in rows) == 1

@@ -20,8 +20,13 @@ MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
 
 
 @pytest.fixture(scope="module")
-def positions():
-    return P.load("builtin")[:4000]
+def builtin():
+    return P.load("builtin")
+
+
+@pytest.fixture(scope="module")
+def positions(builtin):
+    return builtin[:4000]
 
 
 def test_texts_are_written_as_documented():
@@ -141,13 +146,13 @@ def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_t
             assert (one.prompt, one.stop, one.stop_after) == (f"P: {fen}{' ' * (90 - len(fen))}M:", " ", 1)
 
 
-def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(gpt2_folder):
+def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(builtin, gpt2_folder):
     """Otherwise a model would see tokens that no text has taught it, and the stop would not end the move."""
-    tokenizer, rng, some = Tokenizer.load(gpt2_folder), random.Random(7), P.load("builtin")
-    question = rewards.first_question("moves", some[0], "rookworld")
+    tokenizer, rng = Tokenizer.load(gpt2_folder), random.Random(7)
+    question = rewards.first_question("moves", builtin[0], "rookworld")
     stops, found = rollout.ends(tokenizer, question), collections.Counter()
-    promotions = [p for p in some if any(len(uci) == 5 for uci, _ in p.moves)]
-    for position in promotions + rng.sample(some, 10_000 - len(promotions)):
+    promotions = [p for p in builtin if any(len(uci) == 5 for uci, _ in p.moves)]
+    for position in promotions + rng.sample(builtin, 10_000 - len(promotions)):
         line = "".join(texts.policy_text(position, rng, "rookworld"))
         move = re.search("M: ([^ ]+)", line)[1]
         prompt, tokens = map(tokenizer.encode, (rewards.first_prompt(position.fen, "rookworld"), line))
