@@ -3,6 +3,7 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import chess
 import pytest
@@ -31,7 +32,8 @@ def measure(byte_model, monkeypatch):
 
     def make(policy=perfect_policy, environment=true_environment, some=HELD_OUT, mates=(), openings=(), temperature=0):
         answer_by(monkeypatch, policy, environment)
-        found = benchmark.measure(byte_model, temperature, some, {"mate in one": list(mates)}, openings, 5)
+        puzzles = mates if isinstance(mates, dict) else {"mate in one": mates} if mates else {}
+        found = benchmark.measure(byte_model, temperature, some, puzzles, openings, 5)
         return {row: figure(values) for row, values in found.items() if known(values)}
 
     return make
@@ -68,45 +70,132 @@ def test_what_a_model_cannot_do_is_seen_in_the_rows_of_that_alone(measure):
 
 
 def test_of_sixteen_answers_one_may_mate(measure):
-    """pass@k: the chance that k draws of sixteen answers, of which four are right, hold a right one."""
-    times = itertools.count()
-    policy = lambda fen: perfect_policy(fen) if next(times) % 4 == 3 else answer_of("a1a1")  # noqa: E731
-    found = measure(policy, some=HELD_OUT[:8], mates=mates(12), temperature=1)
-    shares = [found[f"mate in one, pass@{k}"][:2] for k in (1, 4, 16)]
-    assert [share for share, _ in shares] == pytest.approx([1 / 4, 1 - 495 / 1820, 1])
+    """pass@16: with White to move one of sixteen answers is right, with Black none."""
+    times, some = itertools.count(), mates(12)
+    right = lambda fen: fen.split()[1] == "w" and next(times) % 16 == 5  # noqa: E731
+    policy = lambda fen: perfect_policy(fen) if right(fen) else answer_of("a1a1")  # noqa: E731
+    found, white = (
+        measure(policy, some=HELD_OUT[:8], mates=some, temperature=1),
+        ["w" in p.position.fen for p in some[:5]],
+    )
+    for way in ("", ", first candidate"):
+        assert 0 < found[f"mate in one{way}, pass@16"][0] == sum(white) / 5 < 1
+        assert found[f"mate in one{way}"][0] <= 1 / 12
     assert not any("pass@" in row for row in measure(some=HELD_OUT[:8], mates=mates(2)))
 
 
-def test_mates_are_complete_and_bigbench_games_are_read(tmp_path):
+def test_mates_are_complete():
     assert len(found := mates(12)) == 12
-    for fen, mating in found:
+    for (fen, *_), mating, _ in found:
         board, mate = chess.Board(fen), chess.Termination.CHECKMATE
         expected = {move.uci() for move in board.legal_moves if positions.game_end(board.copy(), move) == mate}
-        assert positions.held_out(fen) and mating == expected and expected
+        assert positions.held_out(fen) and {*mating} == expected and expected
+
+
+def test_more_than_five_moves_may_mate(measure):
+    [puzzle] = benchmark.with_mate([chess.Board("k7/8/1K6/8/8/8/QQQQQQQQ/8 w - - 0 1")])
+    assert len(puzzle.solutions) > 6
+    for move in puzzle.solutions[5:7]:
+        found = measure(lambda fen: answer_of(move), some=HELD_OUT[:2], mates=[puzzle])  # noqa: B023
+        assert (found["mate in one"][0], found["mate in one, first candidate"][0]) == (1, 1)
+
+
+@pytest.fixture
+def puzzle_files(tmp_path, monkeypatch):
+    """Small files in the formats that others publish."""
+    monkeypatch.chdir(tmp_path)
     example = {"input": "1. e4 e5 2. Bc4 Nc6 3. Qh5 Nf6 4.", "target": "Qxf7#", "target_scores": {"Qxf7#": 1}}
-    (tmp_path / "task.json").write_text(json.dumps({"name": "checkmate_in_one", "examples": [example]}))
-    [(fen, mating)] = benchmark.read_bigbench(tmp_path / "task.json")
-    assert mating == {"h5f7"} and fen.startswith("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq")
-    with pytest.raises(SystemExit, match="found no game before a mate"):
-        benchmark.read_bigbench(tmp_path / "none.json")
+    Path("task.json").write_text(json.dumps({"name": "checkmate_in_one", "examples": [example] * 3}, indent=4))
+    heading = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags"
+    rook, pawn = "7k/5ppp/8/8/8/8/5PPP/R5K1 b - - 0 1,h8g8 a1a8", "6k1/8/8/8/8/8/4p3/K7 w - - 0 1,a1b1 e2e1q"
+    lines = [f"{rook},999,80,90,5,backRankMate mateIn1 short", f"{pawn},1000,80,90,5,promotion short"]
+    lines += [f"{rook},2400,80,90,5,mateIn1", f"{pawn},1999,80,90,5,mateIn10 promotion"]
+    lines = [f"0000{i},{line},https://example.org/{i},\n" for i, line in enumerate(lines)]
+    Path("lichess.csv").write_text("".join([heading + "\n", *lines]))
+    start = chess.STARTING_FEN
+    policy = f"P: {start:90}M: {'g1f3 e2e4 d2d4':30}E: {'0.3 0.5 0.5':40}B: e2e4"
+    environment = f"A: {start}+e2e4+e2e4+rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0"
+    Path("rookworld.txt").write_text(f"{policy}\n{environment}\n")
+    return "task.json", "lichess.csv", "rookworld.txt"
 
 
-def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_model):
+def test_puzzles_are_recognised_by_their_content(puzzle_files):
+    found = {}
+    for name, file in zip("abc", puzzle_files):
+        found |= benchmark.read_puzzles(str(Path(file).rename(name)), 3)
+    moves = {row: [(*puzzle.solutions, puzzle.band) for puzzle in puzzles] for row, puzzles in found.items()}
+    rook, pawn = ("a1a8", "below 1000"), ("e2e1q", "1000 to 1499")
+    assert moves == {
+        "mate in one, BIG-bench": [("h5f7", "")] * 3,
+        "Lichess, mateIn1": [rook, ("a1a8", "2000 and above")],
+        "Lichess, all": [rook, pawn, ("a1a8", "2000 and above")],
+        "RookWorld P: best move": [("e2e4", "d2d4", "")],
+        "RookWorld A: next state": [("",)],
+    }
+    fens = {row: puzzles[0].position.fen for row, puzzles in found.items()}
+    assert fens["mate in one, BIG-bench"].startswith("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq")
+    assert fens["Lichess, all"] == "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 1 2"  # after the opponent's move
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("puzzles.csv.zst", "", "unpack it first: zstd -d"),
+        ("task.json", '{"examples": [{"input": "1. e4"}]}', "has no puzzle: expected BIG-bench's"),
+        ("task.json", '{"name": ""}', "cannot be read as puzzles: KeyError"),
+        ("some.txt", chess.STARTING_FEN, "has no puzzle: expected BIG-bench's"),
+        ("some.csv", f"PuzzleId,FEN,Moves\n1,{chess.STARTING_FEN},e2e5 e7e5", "cannot be read as puzzles: Illegal"),
+        ("some.csv", f"PuzzleId,FEN,Moves\n1,{chess.STARTING_FEN},e2e4", "cannot be read as puzzles: ValueError"),
+        ("none.csv", None, "cannot be read as puzzles: FileNotFoundError"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_puzzles_is_said(tmp_path, file, content, message):
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        benchmark.read_puzzles(str(tmp_path / file), 9)
+
+
+def test_puzzles_are_solved_by_the_first_candidate_or_the_whole_answer(measure, puzzle_files):
+    puzzles = {row: some for file in puzzle_files for row, some in benchmark.read_puzzles(file, 9).items()}
+
+    def policy(fen):  # Black's first candidate is right, White's is the move after B:
+        right, wrong = ("e2e1q", "g8g7") if " b " in fen else ("h5f7" if "Q" in fen[:40] else "a1a8", "g1f1")
+        first, best = (right, wrong) if " b " in fen else (wrong, right)
+        return f"M: {first} {best} E: 0.1 0.1 B: {best}"
+
+    found = measure(policy, some=HELD_OUT[:8], mates=puzzles, temperature=1)
+    for tries in ("", ", pass@16"):
+        means = lambda row: [found[row + way + tries][0] for way in ("", ", first candidate")]  # noqa: B023, E731
+        assert means("mate in one, BIG-bench") == means("Lichess, mateIn1") == [1, 0]
+        assert means("Lichess, all") == [0.5, 0.5] and means("RookWorld P: best move") == [0, 0]
+        assert found[f"RookWorld A: next state{tries}"][0] == 1
+    bands = {row: mean for row, (mean, *_) in found.items() if re.match(r"Lichess, all, (?!pass|first)", row)}
+    assert bands == {"Lichess, all, below 1000": 1, "Lichess, all, 1000 to 1499": 0, "Lichess, all, 1500 to 1999": 0,
+                     "Lichess, all, 2000 and above": 1}  # fmt: skip
+
+
+def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_model, puzzle_files):
     for kind in rewards.LIMITS:
         monkeypatch.setitem(rewards.LIMITS, kind, 8)  # random weights answer nothing, in as many tokens as they may
     for name in ("one", "two"):
         byte_model.save(tmp_path / name)
     some = HELD_OUT[:3] + positions.split(POSITIONS)[0][:3]  # of which only those held out are asked
     (tmp_path / "some.txt").write_text("\n".join(map(write_position, some)))
-    monkeypatch.chdir(tmp_path)
-    command = "benchmark one two --data some.txt some.txt --positions 9 --markdown"
-    monkeypatch.setattr(sys, "argv", command.split())
+    played, play = [], games.play
+    monkeypatch.setattr(games, "play", lambda model, starts, t: played.append(len(starts)) or play(model, starts, t))
+    command = "benchmark one two --data some.txt some.txt --positions 2 --markdown --puzzles"
+    monkeypatch.setattr(sys, "argv", [*command.split(), *puzzle_files])
     benchmark.main()
     shown = capsys.readouterr()
     rows = [re.split(r" *\| *", line.strip("| ")) for line in shown.out.splitlines() if line.startswith("|")]
-    assert shown.out.startswith("3 held-out positions of some.txt some.txt, ") and "; A is one, B is two\n" in shown.out
-    assert rows[0] == ["held-out", "A", "B", "gain"]
+    assert shown.out.startswith("2 held-out positions of some.txt some.txt, ") and "; A is one, B is two\n" in shown.out
+    assert rows[0] == ["held-out", "A", "B", "gain", "published"] and max(played) == 2
     assert shown.err == ""  # no progress where nobody watches
     cells = {row[0]: row[1:] for row in rows}
-    assert cells["policy structure T=0"] == ["0.000 ± 0.562", "0.000 ± 0.562", "+0.000 ± 0.562"]
+    assert cells["policy structure T=0"] == ["0.000 ± 0.658", "0.000 ± 0.658", "+0.000 ± 0.658"]
     assert cells["illegal moves T=1"][0].startswith("1.000")
+    assert {f"Lichess, all, first candidate, {row}" for row in ("pass@16 T=1", "below 1000 T=0")} <= cells.keys()
+    below = [row[0] for row in rows].index("mate in one, BIG-bench T=0") + 1
+    assert rows[below] == ["RookWorld-LM 124M, 7M texts × 3 epochs", "", "", "", "13.7 %"]
+    assert sum(row[-1] == "32.1 %" for row in rows) == 1

@@ -47,8 +47,9 @@ def answer_by(monkeypatch, policy=any_move, environment=true_environment):
     def sample(model, questions, group_size, *_, **__):
         for question in (question for question in questions for _ in range(group_size)):
             fen, *rest = question.prompt[3:].strip().split("+")
-            fen = contract_board(fen)
+            fen = contract_board(fen.removesuffix("M:").strip())
             text = environment(fen, rest[0], rest[1].split()) if rest else policy(fen)
+            text = f"{text.split()[1]} " if question.stop else text  # the first candidate alone
             yield None, [Answer(question, text, [], False)]
 
     monkeypatch.setattr(games, "sample", sample)

@@ -1,11 +1,13 @@
 import collections
 import random
+import re
 from types import SimpleNamespace
 
 import chess
 import pytest
 
 import rewards
+import rollout
 from nanorook.tokenizer import Tokenizer
 from rook import positions as P
 from rook import texts
@@ -18,8 +20,13 @@ MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
 
 
 @pytest.fixture(scope="module")
-def positions():
-    return P.load("builtin")[:4000]
+def builtin():
+    return P.load("builtin")
+
+
+@pytest.fixture(scope="module")
+def positions(builtin):
+    return builtin[:4000]
 
 
 def test_texts_are_written_as_documented():
@@ -137,6 +144,38 @@ def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_t
         if one.stop:
             fen = P.contract_board(other.prompt[3:].removesuffix("M: ").strip())
             assert (one.prompt, one.stop, one.stop_after) == (f"P: {fen}{' ' * (90 - len(fen))}M:", " ", 1)
+
+
+def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(builtin, gpt2_folder):
+    """Otherwise a model would see tokens that no text has taught it, and the stop would not end the move."""
+    tokenizer, rng = Tokenizer.load(gpt2_folder), random.Random(7)
+    question = rewards.first_question("moves", builtin[0], "rookworld")
+    stops, found = rollout.ends(tokenizer, question), collections.Counter()
+    promotions = [p for p in builtin if any(len(uci) == 5 for uci, _ in p.moves)]
+    for position in promotions + rng.sample(builtin, 10_000 - len(promotions)):
+        line = "".join(texts.policy_text(position, rng, "rookworld"))
+        move = re.search("M: ([^ ]+)", line)[1]
+        prompt, tokens = map(tokenizer.encode, (rewards.first_prompt(position.fen, "rookworld"), line))
+        assert tokens[: len(prompt)] == prompt
+        answer = tokens[len(prompt) :]
+        end = next(i for i, token in enumerate(answer, 1) if i > stops.get(token, len(answer)))
+        text, _ = rollout.detokenize(tokenizer, answer[:end])
+        asked = question._replace(truth={"best": [move]})
+        assert end <= rewards.LIMITS["moves"] and rewards.grade(asked, text).metrics == {"structure": 1, "best": 1}
+        found[len(move)] += 1
+    assert found[4] > 9000 and found[5] > 100
+
+
+@pytest.mark.parametrize("text_format, width", [("expanded", 94), ("squares", 92)])
+def test_the_formats_of_small_models_ask_for_a_first_candidate_as_ever(positions, text_format, width):
+    encode = str if text_format == "expanded" else Tokenizer.of_bytes(chess.SQUARE_NAMES).encode
+    for position in positions[:200]:
+        for kind in ("moves", "mates"):
+            question = rewards.first_question(kind, position, text_format)
+            header = question.prompt.removeprefix(f"P: {P.expand_board(position.fen)}")
+            assert header.strip(" ") == "M:" and header.endswith("M: ")
+            assert len(encode(question.prompt)) == width + len("M: ")
+            assert (question.stop, question.stop_after) == (" ", 0)
 
 
 def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(monkeypatch):
