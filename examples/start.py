@@ -4,7 +4,10 @@ This is plain supervised training, and all that RL needs from it: answers of the
 them often enough to be found. What the examples do wrong, the model does wrong as often; the reward has to mend it.
 """
 
+import hashlib
+import inspect
 import random
+import shutil
 from pathlib import Path
 
 import torch
@@ -16,13 +19,20 @@ from nanorook.tokenizer import Tokenizer
 
 
 def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, heads=4, positions=128, lr=4e-3, seed=0):
-    """The path of a model folder, which is made first unless it exists: whole, or not at all.
+    """The path of a model folder, which is made unless it is there and what it would be made from has not changed.
 
     write(rng) gives one example, a pair (prompt, answer). `positions` bounds the two together, in bytes, and has to
     leave room for the longest answer that the task's LIMITS allow.
     """
-    if (folder := Path(folder)).exists():
+    folder, sizes = Path(folder), (steps, batch, width, layers, heads, positions, lr, seed)
+    few, model_file = random.Random(seed), Path(inspect.getfile(GPT)).read_text()
+    made_from = hashlib.sha256(repr((sizes, [write(few) for _ in range(64)], model_file)).encode()).hexdigest()
+    record = folder / "made_from"
+    if record.exists() and record.read_text() == made_from:
         return str(folder)
+    if folder.exists() and not record.exists():
+        fail(f"{folder} has no made_from, so it may be somebody's; delete it to have the start model made there.")
+    shutil.rmtree(folder, ignore_errors=True)  # of other examples, sizes or another model.py
     print(f"making the start model, {folder}: {steps} steps of {batch} texts", flush=True)
     torch.manual_seed(seed)
     rng, tokenizer = random.Random(seed), Tokenizer.of_bytes()
@@ -54,4 +64,5 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, hea
         if step % max(1, steps // 6) == 0:
             print(f"  step {step}/{steps}: loss {loss.item():.3f} nats a token", flush=True)
     model.save(folder)
+    record.write_text(made_from)
     return str(folder)

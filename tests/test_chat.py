@@ -105,7 +105,7 @@ def test_a_prompt_in_pieces_is_asked_shown_and_written(toy_run, tmp_path, monkey
     monkeypatch.setattr(toy, "make_questions", make_questions)
     toy_run(STEPS=1)
     said = capsys.readouterr().out
-    assert "answers that end with <|endoftext|>, " in said and ": <|endoftext|><|" in said
+    assert "answers end with <|endoftext|>\n" in said and ": <|endoftext|><|" in said
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
     assert prompts and all(prompt.startswith("<|endoftext|><|") for prompt in prompts)
     model = toy.model()

@@ -1,10 +1,12 @@
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import chess
 import pytest
 import torch
 
+import toy
 from examples import letters, mates, start, sums
 from model import GPT
 from nanorook import task
@@ -69,7 +71,15 @@ def test_a_start_model_writes_what_it_was_shown_and_is_made_once(tmp_path):
         for _ in range(len(answer) + 1):
             tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
         assert tokens[len(prompt) :] == [*answer.encode(), model.tokenizer.eos]
-    assert start.make_start_model(folder, None) == folder
+    changes = dict(steps=60, batch=8, width=32, layers=1, positions=16)
+    weights, before = Path(folder) / "model.safetensors", model.state_dict()
+    made = weights.stat().st_mtime_ns
+    assert start.make_start_model(folder, write, **changes) == folder and weights.stat().st_mtime_ns == made
+    start.make_start_model(folder, write, **(changes | {"seed": 1}))  # made of something else
+    assert not torch.equal(GPT.load(folder).wte.weight, before["wte.weight"])
+    toy.model().save(tmp_path / "own")
+    with pytest.raises(SystemExit, match="own has no made_from, so it may be somebody's"):
+        start.make_start_model(tmp_path / "own", write)
     with pytest.raises(SystemExit, match="6 tokens, more than the 5 positions"):
         start.make_start_model(tmp_path / "small", lambda rng: ("abc", "de"), positions=5)
 

@@ -38,7 +38,7 @@ def test_it_is_small_and_opens_in_transformers(tiny, questions):
 
 def test_ideal_answers_fit_behind_its_prompts(tiny, questions):
     text_format = rewards.chess_format(tiny.config)
-    for kind, prompt, truth, _ in questions:
+    for kind, prompt, truth, *_ in questions:
         if kind == "policy":
             labels = [(uci, round(100 * pawns)) for uci, pawns in truth["five"].items()]
             answer = texts.policy_completion(rewards.contract_board(prompt[3:].strip()), labels, text_format)
