@@ -4,7 +4,7 @@ There is no dropout, whatever config.json says: with it policy and reference are
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
-Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
+Another architecture is a subclass of GPT in a file of its own (examples/llama.py): what this one saves is called GPT-2.
 
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
