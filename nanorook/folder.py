@@ -34,10 +34,13 @@ def fetch(source):
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         fail(f"{source}: there is no such folder; a model on the hub is named owner/name.")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     try:
         return Path(snapshot_download(source, allow_patterns=["config.json", "model*.safetensors*", *TOKENIZER_FILES]))
     except Exception as error:  # offline, unknown, private, full disk: each raises another class
+        if isinstance(error, GatedRepoError):
+            fail(f"{source} is gated: accept its terms on the hub, then give your access token with HF_TOKEN=.")
         fail(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {error}")
 
 

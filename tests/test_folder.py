@@ -1,9 +1,11 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import save_file
 
 from model import GPTConfig
@@ -89,3 +91,12 @@ def test_nothing_is_downloaded_unless_a_hub_id_is_given(monkeypatch, source):
     assert refused(fetch, "nobody/nothing").startswith("nobody/nothing: no such folder here, and the hub did not")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("reached for the hub"))
     assert refused(fetch, source).startswith(f"{source}: there is no such folder")
+
+
+def test_a_gated_model_asks_for_a_token(monkeypatch):
+    def refuse(*_, **__):
+        answer = SimpleNamespace(headers={}, request=None)
+        raise GatedRepoError("401 Client Error.\n\nCannot access gated repo", response=answer)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    assert re.fullmatch(r"nobody/nothing is gated: .* HF_TOKEN=.", refused(fetch, "nobody/nothing"))

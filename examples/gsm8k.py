@@ -1,0 +1,116 @@
+"""GSM8K: word problems of primary school, for an instruction-tuned model (Cobbe et al., 2021).
+
+    TASK=examples/gsm8k.py MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh
+
+The defaults are those of CISPO (MiniMax, 2025): a mean over all tokens, an upper clip alone, no KL and no division by
+the deviation of a group. DATA names a folder with the published train.jsonl and test.jsonl, gzipped or not; problems
+of train.jsonl are trained on, and those of test.jsonl are held out. By default both files are downloaded once.
+"""
+
+import gzip
+import json
+import re
+import urllib.request
+from fractions import Fraction
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from nanorook.chat import chat
+from nanorook.folder import write
+from nanorook.settings import fail, setting
+from nanorook.task import Grade, Question
+
+DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-5, LOSS="cispo", TEMPERATURE=1.0, KL_COEF=0.0)
+DEFAULTS |= dict(CLIP_RANGE_HIGH=0.28, SCALE_REWARDS="none", EVAL_POSITIONS=500, EVAL_EVERY=100, OUT_DIR="runs/gsm8k")
+MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 300, "the most tokens of an answer, its end token included", low=2)
+LIMITS = {"gsm8k": MAX_NEW_TOKENS}
+START = "Qwen/Qwen2.5-0.5B-Instruct"
+PUBLISHED = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+DOWNLOADED = Path(__file__).parent.parent / "runs" / "gsm8k-data"
+ASKED = 'Let\'s think step by step. End with a line that has "####" and then the final answer, a number alone.'
+
+WEIGHTS = {"form": 0.1, "number": 0.1, "right": 0.8}
+RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
+# As people write one: 70000, $70,000, -2.50, 7/2, 18. (the lengths are bounded since int() refuses very long texts).
+NUMBER = re.compile(r"(-\$?|\$?-?)(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})(\.\d{1,15})?(?:/(\d{1,15}))?\.?", re.ASCII)
+
+
+def start_model():
+    """The model's name on the hub, if this machine has it already: nothing is downloaded unless a user names it."""
+    if not isinstance(try_to_load_from_cache(START, "model.safetensors"), str):
+        fail(f"{START} is not on this machine: MODEL={START} downloads it from the Hugging Face hub (1 GB), "
+             "and MODEL also takes a folder or another chat model; one that is gated needs HF_TOKEN.")  # fmt: skip
+    return START
+
+
+def load(source, config):
+    """(training items, held-out items), each the (question, final answer) of a line."""
+    folder = download() if source == "builtin" else Path(source)
+    return read(folder, "train.jsonl"), read(folder, "test.jsonl")
+
+
+def download():
+    names = [name for name in ("train.jsonl", "test.jsonl") if not (DOWNLOADED / name).exists()]
+    for name in names:
+        print(f"downloading {PUBLISHED}{name}", flush=True)
+        try:
+            content = urllib.request.urlopen(PUBLISHED + name, timeout=60).read()
+        except OSError as error:
+            fail(f"GSM8K could not be downloaded ({error}): get train.jsonl and test.jsonl from {PUBLISHED}, "
+                 "and name their folder with DATA=.")  # fmt: skip
+        DOWNLOADED.mkdir(parents=True, exist_ok=True)  # so that of several processes each replaces the file as a whole
+        write(DOWNLOADED, {name: content})
+    return DOWNLOADED
+
+
+def read(folder, name):
+    file = next((file for file in (folder / name, folder / f"{name}.gz") if file.exists()), None)
+    if not file:
+        fail(f"DATA={folder} has no {name} or {name}.gz; they are published at {PUBLISHED}.")
+    items = []
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                item = json.loads(line)
+                question, answer = item["question"], item["answer"].rpartition("####")[2].strip()
+                if number_in(answer) is None:
+                    fail(f"{file}, line {number}: the answer has to end with #### and a number.")
+                items.append((question, answer))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fail(f"{file}: expected lines of JSON with a question and an answer: {type(error).__name__} {error}")
+    return items
+
+
+def make_questions(items, count, rng, config):
+    return [ask(question, answer, config) for question, answer in rng.sample(items, count)]
+
+
+def ask(question, answer, config):
+    # A model that can think at length before it answers (Qwen3) would reach the limit first, so it does not.
+    prompt = chat(config, [{"role": "user", "content": f"{question}\n{ASKED}"}], enable_thinking=False)
+    return Question("gsm8k", prompt, answer)
+
+
+def number_in(text):
+    """The number that a text is, or None."""
+    if not (found := NUMBER.fullmatch(text)):
+        return None
+    sign, whole, decimals, divisor = found.groups()
+    if divisor and not int(divisor):
+        return None
+    return Fraction(f"{'-' * ('-' in sign)}{whole.replace(',', '')}{decimals or ''}") / int(divisor or 1)
+
+
+def grade(question, text, hit_limit=False):
+    """The rungs: a last line with ####, a number on it, the right one. Working is not judged, as nobody can tell which
+    step of a text is wrong; so the right number pays all of the words, and the number's form only its own."""
+    last = re.search(r"####([^\n#]*)\s*\Z", text)
+    number = number_in(last[1].strip()) if last else None
+    right = number is not None and number == number_in(question.truth)
+    span = [(last.start(), len(text))] if last else []  # up to the end, and so the end token, too
+    pieces = [("form", WEIGHTS["form"] * bool(last)), ("number", WEIGHTS["number"] * (number is not None), *span)]
+    pieces += [("right", WEIGHTS["right"] * right)]
+    if hit_limit:  # a factor keeps the order of rewards
+        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value, *_ in pieces)))
+    return Grade(tuple(pieces), {"structure": float(number is not None), "right": float(right)})
