@@ -27,7 +27,7 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 
 
 def credit(rewards, ends, tokens):
-    """values (N, K): what each of K pieces of the reward gave each answer; judged (N, T, K): the tokens it judges.
+    """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): the tokens it judges.
 
     rewards: the pieces (name, value, span, span, ...) of each, a span being the (start, end) of characters; ends: for
     each answer the character at which each of its T tokens ends. A token belongs to the span that its last character is
@@ -35,14 +35,14 @@ def credit(rewards, ends, tokens):
     """
     names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))}
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
-    judged = np.ones((len(rewards), tokens, len(names)), dtype=np.float32)
+    piece_mask = np.ones((len(rewards), tokens, len(names)), dtype=np.float32)
     for n, pieces in enumerate(rewards):
         for name, value, *spans in pieces:
             values[n, names[name]] = value
-            judged[n, :, names[name]] = not spans
+            piece_mask[n, :, names[name]] = not spans
             for start, end in spans:
-                judged[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), names[name]] = 1
-    return torch.from_numpy(values), torch.from_numpy(judged)
+                piece_mask[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), names[name]] = 1
+    return torch.from_numpy(values), torch.from_numpy(piece_mask)
 
 
 def advantages(values, group_size, scale="none", best_of=1):
@@ -52,8 +52,8 @@ def advantages(values, group_size, scale="none", best_of=1):
     several pieces by the root of their summed variances, as their sum may be constant. "none" does not: dividing would
     favour prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO).
 
-    The others weigh what is rare: with values sorted, a step that c of the G answers are above counts with a weight.
-    The order stays, whatever the signs. Each piece is weighed alone, so no word is paid for the rank of other words.
+    The others pay more for what is rare: of a group's sorted values, a step with c of the G answers above it gets the
+    weight below, so the order stays. Each piece is weighed alone: no word is paid for the rank of other words.
     "mean"     G / c: a piece that is w or 0 gets w (v - mean) / mean, the gradient of w log P(v = w), any other that
                of ∫ log P(v > x) dx, both to order G - 1 in 1 - P (MaxRL, arXiv 2602.02710)
     best_of=k  C(G-1-c, k-1) / C(G-1, k-1): v becomes the mean, over all k answers of which it is one, of the best one:
@@ -76,9 +76,9 @@ def advantages(values, group_size, scale="none", best_of=1):
     return result.masked_fill(alike[:, None], 0).flatten(0, 1)
 
 
-def token_advantages(advantages, judged):
+def token_advantages(advantages, piece_mask):
     """Advantages (N, K) of the pieces and the tokens (N, T, K) they judge -> the advantage (N, T) of each token."""
-    return (advantages[:, None] * judged).sum(2)
+    return (advantages[:, None] * piece_mask).sum(2)
 
 
 # ---- The policy loss ---------------------------------------------------------------------------------------
@@ -167,14 +167,6 @@ def kl(logprobs, ref_logprobs, mask, estimator):
     return torch.expm1(-log_ratio) + log_ratio  # expm1: near p = q the difference of two numbers close to 1 is noise
 
 
-def schedule(step, steps, warmup, kind):
-    """What the learning rate is multiplied by at `step` (from 0): up to 1 over the warm-up, then level or down to 0."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
-
-
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
 
@@ -182,10 +174,10 @@ def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
     """States (N, T, C), of which `head` makes logits (N, T, V), and tokens (N, T) -> the tokens' logprobs and the
     entropy of the sampled distribution, softmax(logits / temperature), both (N, T) in fp32.
 
-    The entropy has no gradient: it is a metric. fp32 copies of the logits, the largest tensors of all with GPT-2's
-    vocabulary, exist for a few rows at a time, as do more than 2^28 logits: the backward pass makes them again.
+    The entropy has no gradient: it is a metric. Logits are the largest tensors of all: their fp32 copies exist for a
+    few rows at a time, and so do logits beyond 2^28 numbers; the backward pass computes both again.
     """
-    if (few := tokens.numel() * V <= 2**28) and head:
+    if (small := tokens.numel() * V <= 2**28) and head:
         states, head = head(states), None  # (N, T, V)
 
     def of_rows(states, tokens):
@@ -195,9 +187,20 @@ def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
         entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
         return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
-    # Small for a CPU's caches; on CUDA, and where the head's gradient is summed part by part, as few as memory allows
-    elements = 2**27 if states.is_cuda else 2**22 if few else 2**25
-    rows = max(1, elements // max(1, tokens.shape[1] * (states.shape[2] if few else V)))
-    again = functools.partial(checkpoint, of_rows, use_reentrant=False, preserve_rng_state=False)
-    logprobs, entropy = zip(*map(again, states.split(rows), tokens.split(rows)))
+    # Parts fit a CPU's caches; on CUDA, and where each adds to the head's gradient, they are as large as memory allows.
+    elements = 2**27 if states.is_cuda else 2**22 if small else 2**25
+    rows = max(1, elements // max(1, tokens.shape[1] * (states.shape[2] if small else V)))
+    recomputed = functools.partial(checkpoint, of_rows, use_reentrant=False, preserve_rng_state=False)
+    logprobs, entropy = zip(*map(recomputed, states.split(rows), tokens.split(rows)))
     return torch.cat(logprobs), torch.cat(entropy)
+
+
+# ---- Learning rate -----------------------------------------------------------------------------------------
+
+
+def schedule(step, steps, warmup, kind):
+    """What the learning rate is multiplied by at `step` (from 0): up to 1 over the warm-up, then level or down to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]

@@ -4,7 +4,7 @@ There is no dropout, whatever config.json says: with it policy and reference are
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
-Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
+Another architecture is a subclass of GPT in a file of its own (examples/llama.py): what this one saves is called GPT-2.
 
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
@@ -80,8 +80,8 @@ def causal_attention(layer, q, k, v):
     """Each token (N, H, S, D) to itself and to those before it; keys may have fewer heads, see grouped()."""
     # On a CPU this kernel's backward takes longer in bf16 than in fp32.
     wide = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
-    q_k_v, fewer = (x.to(wide) for x in (q, k, v)), k.shape[1] < q.shape[1]
-    return F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=fewer).to(q.dtype)
+    q_k_v = (x.to(wide) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1]).to(q.dtype)
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
@@ -96,7 +96,7 @@ def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     to_prompt = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
     to_prompt += prompt_bias.to(to_prompt.dtype)
     to_own = queries @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
-    to_own += bias.to(to_own.dtype).expand(q.shape[1] // H, -1, -1).flatten(0, 1)
+    to_own += bias.to(to_own.dtype).expand(q.shape[1] // H, -1, -1).flatten(0, 1)  # (R·S, K)
     weights = torch.cat([to_prompt.unflatten(2, (G, -1)), to_own], -1).softmax(-1)
     to_prompt, to_own = weights.split([prompt_k.shape[2], K], -1)
     heads = (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (G, -1)) + to_own @ v  # (B, H, G, R·S, D)
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
-    recompute = False  # blocks in the backward pass, which then keeps only their inputs: nothing of size rows × keys
+    recompute = False  # the backward pass computes blocks again, from their inputs: nothing of size rows × keys is kept
     tokenizer = None  # load() sets it
 
     def __init__(self, config):
@@ -285,7 +285,7 @@ class GPT(nn.Module):
             fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them.")
         try:
             model.load_state_dict(found, assign=True)  # each tensor, and no other
-        except RuntimeError as error:
+        except RuntimeError as error:  # "Error(s) in loading state_dict for GPT: ..."
             fail(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
         model.requires_grad_(True)
         model.tokenizer = config.tokenizer = Tokenizer.load(folder)  # a task finds it in the config

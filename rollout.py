@@ -53,16 +53,16 @@ class Answer(NamedTuple):
     grade: Any = None  # the task's Grade
 
 
-def sample(model, questions, group_size, limits, temperature=1.0, noise=None, rows=None):
+def sample(model, questions, group_size, limits, temperature=1.0, noise=None, max_rows=None):
     """Samples `group_size` answers to each question: yields (Batch, its Answers), each of one kind of question and of
-    at most `rows` rows, or one group. A kind's questions keep their order.
+    at most `max_rows` rows, or one group. A kind's questions keep their order.
 
     `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, is all
     that decides what is drawn; an answer does not depend on what is sampled beside it.
     """
     for kind in dict.fromkeys(question.kind for question in questions):
         of_kind = [i for i, question in enumerate(questions) if question.kind == kind]
-        size = max(1, rows // group_size) if rows else len(of_kind)
+        size = max(1, max_rows // group_size) if max_rows else len(of_kind)
         for chosen in (of_kind[i : i + size] for i in range(0, len(of_kind), size)):
             some = [questions[i] for i in chosen]
             prompts = [prompt_ids(question.prompt, model.tokenizer) for question in some]
@@ -71,16 +71,16 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ro
                 fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                      f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
             uniform = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
-            batch = generate(model, prompts, group_size, most_new, temperature, uniform, ends(model.tokenizer, some[0]))
-            lengths = batch.completion_mask.sum(1).tolist()
+            batch = generate(model, prompts, group_size, most_new, temperature, uniform, end_tokens(model, some[0]))
+            lengths, hit_limit = batch.completion_mask.sum(1).tolist(), batch.hit_limit.tolist()
             texts = [detokenize(model.tokenizer, row[:n]) for row, n in zip(batch.tokens.tolist(), lengths)]
             asked = [question for question in some for _ in range(group_size)]
-            yield batch, [Answer(q, *text, cut) for q, text, cut in zip(asked, texts, batch.hit_limit.tolist())]
+            yield batch, [Answer(q, text, ends, cut) for q, (text, ends), cut in zip(asked, texts, hit_limit)]
 
 
-def ends(tokenizer, question):
+def end_tokens(model, question):
     """{token: the place in an answer from which it ends it} of the tokens that end an answer to a question."""
-    stop = question.stop.encode()
+    stop, tokenizer = question.stop.encode(), model.tokenizer
     stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop in text]
     if stop and not stops:
         fail(f"no token of the model holds {question.stop!r}, the stop of {question.kind} questions, so it would "
@@ -98,18 +98,18 @@ def detokenize(tokenizer, tokens):
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, ends=None):
+def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, end_tokens=None):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
     `limits` are the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(limits)),
-    drawn here if there are none. `ends`: {token: the place in a row from which it ends it}, else the end token alone.
+    drawn here if there are none. `end_tokens`: {token: the place in a row from which it ends it}; none: config.json's.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
     N, T, on_cuda = len(prompts) * group_size, max(limits), device.type == "cuda"
-    ends = {token: place for token, place in (ends or {eos: 0}).items() if token >= 0}  # -1 never comes
+    end_tokens = {token: place for token, place in (end_tokens or {eos: 0}).items() if token >= 0}  # -1: no end token
     end_from = torch.full((model.config.vocab_size,), T)
-    end_from[[*ends]] = torch.tensor([*ends.values()], dtype=torch.long)
+    end_from[[*end_tokens]] = torch.tensor([*end_tokens.values()], dtype=torch.long)
     rows = Rows(
         newest=prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0),
         alive=torch.ones(N, dtype=torch.bool, device=device),
@@ -129,7 +129,7 @@ def generate(model, prompts, group_size, limits, temperature=1.0, noise=None, en
 
     places = torch.arange(T, device=device)
     ended = places >= rows.end_from[rows.tokens]  # (N, T)
-    mask = (ended.cumsum(1) - ended.long() == 0) & (places < rows.limits[:, None])
+    mask = (ended.cumsum(1) - ended.long() == 0) & (places < rows.limits[:, None])  # up to the first end
     longest = int(mask.any(0).sum())
     ended, mask, tokens, logprobs = (x[:, :longest] for x in (ended, mask, rows.tokens, rows.logprobs))
     hit_limit = ~(ended & mask).any(1)
@@ -218,7 +218,7 @@ def draw(logprobs, uniform):
     cumulated probability exceeds it."""
     cumulated = logprobs.exp().cumsum_(-1)
     goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor keeps it below the last sum
-    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # clamp: NaN
+    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # of NaN it is V
 
 
 def microbatches(batch, most_tokens):
@@ -226,7 +226,7 @@ def microbatches(batch, most_tokens):
     B = len(batch.prompts)
     G = len(batch.tokens) // B
     longest = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
-    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # GPU sync
+    sizes = torch.stack([batch.prompt_lengths, longest], 1).tolist()  # of each group's P and T; GPU sync
 
     def fits(groups):
         return len(groups) * (max(sizes[b][0] for b in groups) + G * max(sizes[b][1] for b in groups)) <= most_tokens
@@ -236,12 +236,12 @@ def microbatches(batch, most_tokens):
         if cuts[-1] and not fits([*cuts[-1], group]):
             cuts.append([])
         cuts[-1].append(group)
-    return [batch.select(cut, *(max(sizes[b][i] for b in cut) for i in (0, 1))) for cut in cuts]
+    return [batch.select(cut, max(sizes[b][0] for b in cut), max(sizes[b][1] for b in cut)) for cut in cuts]
 
 
 def split_by_signal(batch, has_kl):
-    """[(groups in which a token has an advantage, True), (others, False)]. Without a KL the others have no gradient,
-    and need only their forward pass, for the metrics."""
-    signal = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | has_kl  # (B,)
+    """[(groups with a gradient, True), (groups without, False)]. A KL gives one to each group, else only advantages do;
+    groups without need only their forward pass, for the metrics."""
+    gradient = (batch.advantages != 0).view(len(batch.prompts), -1).any(1) | has_kl  # (B,)
     shape = batch.prompts.shape[1], batch.tokens.shape[1]
-    return [(batch.select((signal == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in signal]
+    return [(batch.select((gradient == has).nonzero()[:, 0], *shape), has) for has in (True, False) if has in gradient]

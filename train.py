@@ -53,6 +53,7 @@ SEED                    = setting("SEED", 0, "decides questions and samples: run
 STEPS                   = setting("STEPS", 50, "rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
+TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
 OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
 CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
@@ -73,8 +74,6 @@ CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + th
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
-
-TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
@@ -125,7 +124,7 @@ def compiled_score():
     return torch.compile(GPT.score, dynamic=True) if wanted else GPT.score
 
 
-def objective(logprobs, batch, normalizer, kl_coef):
+def loss_and_sums(logprobs, batch, normalizer, kl_coef):
     """What a batch adds to the loss, and sums over its tokens for the metrics."""
     mask, old_logprobs = batch.completion_mask, batch.old_logprobs
     loss, sums = grpo.policy_loss(
@@ -145,17 +144,16 @@ def objective(logprobs, batch, normalizer, kl_coef):
 def plan_memory(model, questions):
     """The most tokens of a microbatch. If the memory asks for it, the backward pass computes blocks again."""
     keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    model.recompute = hardware.must_recompute(
-        model, max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values())), keys
-    )
+    largest = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a group is never divided
+    model.recompute = hardware.must_recompute(model, largest, keys)
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
 def update(model, reference, optimizers, batches, most_tokens):
-    """Makes EPOCHS updates from the answers of a step. Of the metrics loss, logprob_gap, entropy and kl are those of the
-    weights before the first update, ratio_gap, clip_low and clip_high those of the last epoch; grad_norm is a mean."""
-    split = [group for batch in batches for group in split_by_signal(batch, KL_COEF > 0)]
-    parts = [(part, has) for some, has in split for part in microbatches(some, most_tokens)]
+    """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are
+    of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
+    split = [item for batch in batches for item in split_by_signal(batch, KL_COEF > 0)]
+    parts = [(part, has_gradient) for groups, has_gradient in split for part in microbatches(groups, most_tokens)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
     normalizer = parallel.total(normalizer.float())
@@ -170,11 +168,11 @@ def update(model, reference, optimizers, batches, most_tokens):
                     ref_logprobs = forward(reference, part, TEMPERATURE)[0] if reference else None
                 part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref_logprobs)
                 parts[i] = part, has_gradient
-            loss, measured = objective(logprobs, part, normalizer, KL_COEF)
+            loss, part_sums = loss_and_sums(logprobs, part, normalizer, KL_COEF)
             if has_gradient:
                 loss.backward()
-            measured["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
-            sums = {name: sums.get(name, 0) + value for name, value in measured.items()}
+            part_sums["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
+            sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
         sums = {name: parallel.total(value) for name, value in sums.items()}
 
         # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and what is not finite makes no update.
@@ -192,7 +190,7 @@ def update(model, reference, optimizers, batches, most_tokens):
     broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
     metrics = {"loss": first["loss"], "tokens": int(first["tokens"]), "skipped": skipped, "broken": broken}
     metrics |= {name: first[name] / first["tokens"] for name in ("logprob_gap", "entropy", "kl") if name in first}
-    metrics |= {name: last[name] / first["tokens"] for name in ("ratio_gap", "clip_low", "clip_high")}
+    metrics |= {name: last[name] / last["tokens"] for name in ("ratio_gap", "clip_low", "clip_high")}
     return metrics | {"grad_norm": fmean(sums["grad_norm"] for sums in epochs)}
 
 
@@ -205,27 +203,27 @@ def uniform_numbers(count, group_size, seed):
 
 
 def answer(model, questions, temperature, group_size=1):
-    """Graded answers, `group_size` to each question and those of a kind in the order of its questions, by all processes
-    together. SEED decides what is drawn."""
+    """Graded answers, `group_size` to each question, in the order of the questions. All processes share the work; SEED
+    decides what is drawn."""
     mine = slice(parallel.rank(), None, parallel.world())
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
     parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
-    answers = parallel.gather([answer for _, part in parts for answer in graded(task, part)])
+    answers = parallel.gather([a for _, part in parts for a in graded(task, part)])
     order = {(question.kind, question.prompt): place for place, question in enumerate(questions)}
-    return sorted(answers, key=lambda answer: order[answer.question.kind, answer.question.prompt])
+    return sorted(answers, key=lambda a: order[a.question.kind, a.question.prompt])
 
 
 def evaluate(model, questions, samples=0):
-    """({"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}, greedy and as sampled
-    in training; the answers at TEMPERATURE). With `samples` to each question also the shares pass@k."""
+    """(figures, answers at TEMPERATURE). Figures, greedy and at TEMPERATURE, with `samples` to each question also pass@k:
+    {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
     skill, model = {}, model.inference_copy(model.dtype)
     for temperature in (0.0, TEMPERATURE):
         answers = answer(model, questions, temperature)
         skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.intervals(answers).items()}
     if samples:
         skill |= monitor.pass_rates(answer(model, questions, TEMPERATURE, samples), samples)
-    return dict(sorted(skill.items(), key=lambda item: item[0].split(" ")[0])), answers
+    return dict(sorted(skill.items(), key=lambda item: item[0].split(" ")[0])), answers  # kind by kind
 
 
 def evaluate_and_record(run, model, questions, title):
@@ -252,7 +250,7 @@ def make_optimizers(model):
 
 def set_learning_rates(optimizers, factor):
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # the rate that it was made with
 
 
 def make_reference(model):
@@ -330,9 +328,8 @@ def main():
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         set_learning_rates(optimizers, factor)
         snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizers)
-        metrics = monitor.describe_answers(answers, GROUP_SIZE) | update(
-            model, reference, optimizers, batches, run.microbatch
-        )
+        metrics = monitor.describe_answers(answers, GROUP_SIZE)
+        metrics |= update(model, reference, optimizers, batches, run.microbatch)
         clock.append(time.perf_counter())
         if step == 0:  # of what update() measured before its first change
             monitor.check_start(metrics, model.dtype, task.LIMITS)
@@ -344,8 +341,8 @@ def main():
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
-            to_come = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations
-            parallel.log(monitor.progress_line(past, STEPS, to_come * evaluation_seconds))
+            left = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations, "after" too
+            parallel.log(monitor.progress_line(past, STEPS, left * evaluation_seconds))
 
         # Going back: after updates that could not be made, or that went too far from the reference
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0

@@ -103,6 +103,21 @@ def load(file) -> Task:
     return module
 
 
+def module_of(file):
+    """The module of a Python file, by its path from here or from the project's folder; None where there is none."""
+    paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
+    if not (path := next(paths, None)):
+        return None
+    for module in list(sys.modules.values()):  # a program may have imported it already
+        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
+            return module
+    name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def start_model(task):
     source = task.start_model()
     if not source or not isinstance(source, str | Path):
@@ -121,21 +136,6 @@ def load_items(task, source, config):
         case [list() | tuple() as items, list() | tuple() as held_out]:
             return items, held_out
     fail(f"the task's load returned {found!r:.80}; it has to return two lists, (training items, held-out items).")
-
-
-def module_of(file):
-    """The module of a Python file, by its path from here or from the project's folder; None where there is none."""
-    paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
-    if not (path := next(paths, None)):
-        return None
-    for module in list(sys.modules.values()):  # a program may have imported it already
-        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
-            return module
-    name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_questions(task, items, count, rng, config):
@@ -160,9 +160,9 @@ def first_questions(task, items, count, rng, config):
 def checked(task, questions):
     stops = {}  # of each kind
     for question in questions:
-        prompt, stop = question[1::2] if isinstance(question, Question) else (None, None)
+        kind, prompt, _, stop, _ = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
-        if not all(isinstance(text, str) for text in (question[0], *pieces, stop)) or not any(pieces):
+        if not all(isinstance(text, str) for text in (kind, *pieces, stop)) or not any(pieces):
             fail(f"the task returned {question!r:.80}: expected a Question with a kind, a prompt and a `stop` of text.")
         if question.kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")

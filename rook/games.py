@@ -36,7 +36,7 @@ def answers(model, questions, temperature, group_size=1, seed=0, rows=128):
     """[Answer, ...]: `group_size` to each of some questions of one kind, `rows` of them sampled at once."""
     generator, limit = torch.Generator().manual_seed(seed), max(rewards.LIMITS.values())
     noise = torch.rand(len(questions), group_size, limit, generator=generator)
-    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, rows=rows)
+    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, max_rows=rows)
     parts = tqdm(parts, f"answers, temperature {temperature:g}", leave=False, disable=None)
     return [answer for _, part in parts for answer in part]
 

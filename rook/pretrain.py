@@ -179,7 +179,7 @@ def evaluate(model, questions):
     """{"policy legal T=0": mean, ...} of held-out questions, greedy and at temperature 1."""
     model, skill = model.inference_copy(model.dtype), {}
     for temperature in (0, 1):
-        parts = sample(model, questions, 1, rewards.LIMITS, temperature, rows=256)
+        parts = sample(model, questions, 1, rewards.LIMITS, temperature, max_rows=256)
         figures = monitor.intervals([answer for _, part in parts for answer in graded(rewards, part)])
         skill |= {f"{name} T={temperature}": round(figures[name][0], 4) for name in SKILL}
     return skill

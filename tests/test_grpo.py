@@ -236,7 +236,7 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
         return value + 0.3 * grpo.aggregate(grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
-    ours = loss_and_gradient(lambda x: train.objective(x, batch, total, train.KL_COEF)[0], logprobs)
+    ours = loss_and_gradient(lambda x: train.loss_and_sums(x, batch, total, train.KL_COEF)[0], logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
 
 

@@ -107,7 +107,7 @@ def test_parts_of_few_rows_give_the_same_answers(model):
     noise, limits = uniform(8 * G).view(8, G, NEW), {"a": NEW, "b": 5}
 
     def texts(rows):
-        parts = [part for _, part in sample(model, asked, G, limits, noise=noise, rows=rows)]
+        parts = [part for _, part in sample(model, asked, G, limits, noise=noise, max_rows=rows)]
         return len(parts), [(answer.question.truth, answer.text, answer.hit_limit) for part in parts for answer in part]
 
     assert texts(None)[0] == 2 and texts(2 * G)[0] == 4 and texts(1)[0] == 8
@@ -126,7 +126,7 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     (batch, answers), *_ = sample(policy, asked, 8, limits, noise=noise)
     logprobs = train.forward(policy, batch, train.TEMPERATURE)[0].detach().requires_grad_()
     batch = batch._replace(advantages=torch.ones_like(logprobs), old_logprobs=logprobs.detach())
-    train.objective(logprobs, batch, batch.completion_mask.sum(), train.KL_COEF)[0].backward()
+    train.loss_and_sums(logprobs, batch, batch.completion_mask.sum(), train.KL_COEF)[0].backward()
     stopped = (plain.tokens == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T
     assert len(rows) > 2 and stopped[:, :2].any()

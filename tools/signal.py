@@ -122,7 +122,7 @@ def gradients(model, reference, rollouts, sizes, temperature, ways=ways):
             for name, paid, credit, kl_coef in ways(some) if size == G else smaller:
                 part = train.add_advantages(part, paid, size, credit)
                 if part.advantages.any() or (reference and kl_coef):
-                    loss, _ = train.objective(logprobs, part, 1.0, kl_coef)
+                    loss, _ = train.loss_and_sums(logprobs, part, 1.0, kl_coef)
                     gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
                     found[name][place] += project(gradient) * size / G
     return {SET: found[SET], **found}
