@@ -4,7 +4,7 @@ There is no dropout, whatever config.json says: with it policy and reference are
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
-Another architecture is a subclass of GPT in a file of its own (examples/llama.py): what this one saves is called GPT-2.
+Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
 
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
@@ -260,9 +260,11 @@ class GPT(nn.Module):
         return files.read_config(folder, GPTConfig)
 
     def write_config(self):
-        name = type(self).__name__  # a subclass computes something else, which transformers must not take for GPT-2
-        own = {} if type(self) is GPT else {"architectures": [name], "model_type": name.lower()}
-        return files.write_config(self.config) | own
+        """What computes something else than GPT-2 says so, as transformers must not take it for one."""
+        if type(self) is GPT and len(self.state_dict()) == 12 * self.config.n_layer + 4:
+            return files.write_config(self.config)
+        name, kind = type(self).__name__, "nanorook" if type(self) is GPT else type(self).__name__.lower()
+        return files.write_config(self.config) | {"architectures": [name], "model_type": kind}
 
     def from_file(self, weights):
         return files.from_gpt2(weights)

@@ -16,8 +16,8 @@ from nanorook.settings import fail
 from nanorook.task import module_of
 from nanorook.tokenizer import TOKENIZER_FILES
 
-# The file and the class for each model_type of config.json.
-ARCHITECTURES = {"gpt2": ("model.py", "GPT")}
+# The file and the class for each model_type of config.json; "nanorook" is a GPT that is no longer GPT-2.
+ARCHITECTURES = dict.fromkeys(("gpt2", "nanorook"), ("model.py", "GPT"))
 ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
 
 # Entries of config.json that do not go into `extra`: write_config writes them itself, and always ties the head.
@@ -83,7 +83,8 @@ def architecture(folder):
     """The subclass of GPT, or GPT itself, for a folder."""
     name = read_json(folder / "config.json").get("model_type", "gpt2")
     if name not in ARCHITECTURES:
-        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are supported.")
+        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are known; a "
+             "file of your own is added to ARCHITECTURES in nanorook/folder.py.")  # fmt: skip
     file, kind = ARCHITECTURES[name]
     return getattr(module_of(file), kind)
 

@@ -174,8 +174,11 @@ def explain(error, task, continuation):
 
 
 def restore(model, optimizers, weights, moments):
+    if len(moments) != len(optimizers):
+        fail(f"this run was begun with {len(moments)} optimizer(s), and make_optimizers now returns {len(optimizers)}; "
+             "start over with FRESH=1.")  # fmt: skip
     model.load_state_dict(weights)
-    for optimizer, state in zip(optimizers, moments, strict=True):
+    for optimizer, state in zip(optimizers, moments):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

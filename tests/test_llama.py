@@ -136,7 +136,7 @@ def refused(folder, **changes):
 
 
 REFUSED = {
-    "model_type is 'mixtral', but only gpt2, llama, qwen2, qwen3 are supported": {"model_type": "mixtral"},
+    "model_type is 'mixtral', but only gpt2, nanorook, llama, qwen2, qwen3 are known": {"model_type": "mixtral"},
     "use_sliding_window is True, but only False": {"use_sliding_window": True},
     "layer_types is 'sliding_attention', but only": {"layer_types": ["full_attention", "sliding_attention"]},
     "quantization_config is {'bits': 4}, but only None": {"quantization_config": {"bits": 4}},
@@ -220,11 +220,23 @@ def test_a_fork_of_gpt2_does_not_claim_to_be_it(tmp_path, monkeypatch):
     Forked(toy.model().config).save(tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["architectures"] == ["Forked"] and config["model_type"] == "forked"
-    with pytest.raises(SystemExit, match="model_type is 'forked', but only gpt2, llama"):
+    with pytest.raises(SystemExit, match="model_type is 'forked', but only gpt2, nanorook, llama"):
         GPT.load(tmp_path / "m")
     monkeypatch.setattr(model_file.Tokenizer, "load", lambda folder: Tokenizer.of_bytes())
     monkeypatch.setitem(folder_file.ARCHITECTURES, "forked", (__file__, "Forked"))
     assert type(GPT.load(tmp_path / "m")) is type(Forked.load(tmp_path / "m")) is Forked
+
+
+def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkeypatch):
+    """RMSNorm in place of LayerNorm, as a reader of model.py may try it."""
+    monkeypatch.setattr(model_file.nn, "LayerNorm", torch.nn.RMSNorm)
+    changed = GPT(toy.model().config)
+    changed.tokenizer = toy.model().tokenizer
+    changed.save(tmp_path / "m")
+    with pytest.raises(ValueError, match="nanorook"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokens = torch.arange(5)[None]
+    assert torch.equal(GPT.load(tmp_path / "m")(tokens), changed(tokens))
 
 
 # A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
