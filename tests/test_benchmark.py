@@ -108,8 +108,9 @@ def puzzle_files(tmp_path, monkeypatch):
     Path("task.json").write_text(json.dumps({"name": "checkmate_in_one", "examples": [example] * 3}, indent=4))
     heading = "PuzzleId,FEN,Moves,Rating,RatingDeviation,Popularity,NbPlays,Themes,GameUrl,OpeningTags"
     rook, pawn = "7k/5ppp/8/8/8/8/5PPP/R5K1 b - - 0 1,h8g8 a1a8", "6k1/8/8/8/8/8/4p3/K7 w - - 0 1,a1b1 e2e1q"
+    two = "1k6/8/1K6/8/8/8/8/6QR b - - 0 1,b8a8 h1h8"  # g1g8 mates, too
     lines = [f"{rook},999,80,90,5,backRankMate mateIn1 short", f"{pawn},1000,80,90,5,promotion short"]
-    lines += [f"{rook},2400,80,90,5,mateIn1", f"{pawn},1999,80,90,5,mateIn10 promotion"]
+    lines += [f"{two},2400,80,90,5,mateIn1", f"{pawn},1999,80,90,5,mateIn10 promotion"]
     lines = [f"0000{i},{line},https://example.org/{i},\n" for i, line in enumerate(lines)]
     Path("lichess.csv").write_text("".join([heading + "\n", *lines]))
     start = chess.STARTING_FEN
@@ -127,8 +128,8 @@ def test_puzzles_are_recognised_by_their_content(puzzle_files):
     rook, pawn = ("a1a8", "below 1000"), ("e2e1q", "1000 to 1499")
     assert moves == {
         "mate in one, BIG-bench": [("h5f7", "")] * 3,
-        "Lichess, mateIn1": [rook, ("a1a8", "2000 and above")],
-        "Lichess, all": [rook, pawn, ("a1a8", "2000 and above")],
+        "Lichess, mateIn1": [rook, ("g1g8", "h1h8", "2000 and above")],
+        "Lichess, all": [rook, pawn, ("g1g8", "h1h8", "2000 and above")],
         "RookWorld P: best move": [("e2e4", "d2d4", "")],
         "RookWorld A: next state": [("",)],
     }
@@ -159,10 +160,11 @@ def test_what_is_wrong_with_a_file_of_puzzles_is_said(tmp_path, file, content, m
 def test_puzzles_are_solved_by_the_first_candidate_or_the_whole_answer(measure, puzzle_files):
     puzzles = {row: some for file in puzzle_files for row, some in benchmark.read_puzzles(file, 9).items()}
 
-    def policy(fen):  # Black's first candidate is right, White's is the move after B:
-        right, wrong = ("e2e1q", "g8g7") if " b " in fen else ("h5f7" if "Q" in fen[:40] else "a1a8", "g1f1")
-        first, best = (right, wrong) if " b " in fen else (wrong, right)
-        return f"M: {first} {best} E: 0.1 0.1 B: {best}"
+    def policy(fen):  # Black's first candidate is right, of White's answers the move after B:
+        if " b " in fen:
+            return "M: e2e1q g8g7 E: 0.1 0.1 B: g8g7"
+        best = "h5f7" if "4p2Q" in fen else "g1g8" if "QR" in fen else "a1a8"
+        return f"M: g1f1 {best} E: 0.1 0.1 B: {best}"
 
     found = measure(policy, some=HELD_OUT[:8], mates=puzzles, temperature=1)
     for tries in ("", ", pass@16"):
@@ -185,7 +187,7 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
     played, play = [], games.play
     monkeypatch.setattr(games, "play", lambda model, starts, t: played.append(len(starts)) or play(model, starts, t))
     command = "benchmark one two --data some.txt some.txt --positions 2 --markdown --puzzles"
-    monkeypatch.setattr(sys, "argv", [*command.split(), *puzzle_files])
+    monkeypatch.setattr(sys, "argv", [*command.split(), *puzzle_files, "rookworld.txt"])
     benchmark.main()
     shown = capsys.readouterr()
     rows = [re.split(r" *\| *", line.strip("| ")) for line in shown.out.splitlines() if line.startswith("|")]
@@ -199,3 +201,4 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
     below = [row[0] for row in rows].index("mate in one, BIG-bench T=0") + 1
     assert rows[below] == ["RookWorld-LM 124M, 7M texts × 3 epochs", "", "", "", "13.7 %"]
     assert sum(row[-1] == "32.1 %" for row in rows) == 1
+    assert cells["RookWorld A: next state T=0"][0] == "0.000 ± 0.658"  # of both files
