@@ -180,6 +180,7 @@ def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model,
 
 @pytest.mark.slow
 @pytest.mark.needs("g++")
+@pytest.mark.parametrize("hf_model", ["qwen3"], indirect=True)  # a minute each
 def test_blocks_computed_again_can_be_compiled(hf_folder, toy_settings):
     torch._dynamo.reset()
     model = GPT.load(hf_folder)

@@ -137,7 +137,7 @@ if [ -n "${TINY:-}" ]; then
     tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
     gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=40
     table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
-    grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5"
+    grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5 MIX_FIRST_RATIO=1"
     grpo_tiny=$grpo grpo_gpt2=$grpo
     bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
 small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
