@@ -52,13 +52,15 @@ def advantages(values, group_size, scale="none", best_of=1):
     several pieces by the root of their summed variances, as their sum may be constant. "none" does not: dividing would
     favour prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO).
 
-    The others pay more for what is rare: of a group's sorted values, a step with c of the G answers above it gets the
-    weight below, so the order stays. Each piece is weighed alone: no word is paid for the rank of other words.
-    "mean"     G / c: a piece that is w or 0 gets w (v - mean) / mean, the gradient of w log P(v = w), any other that
-               of ∫ log P(v > x) dx, both to order G - 1 in 1 - P (MaxRL, arXiv 2602.02710)
-    best_of=k  C(G-1-c, k-1) / C(G-1, k-1): v becomes the mean, over all k answers of which it is one, of the best one:
-               1/k - 1/G times the gradient of E[best of k] (Walder & Karkhanis, 2025). The k lowest are paid alike
-    both       best_of's weight over the chance that one of k is above: ∫ log P(best of k > x) dx
+    scale="mean" and best_of=k pay more for what is rare. The G values of a piece are sorted, and the step from each value
+    to the next is multiplied by a weight that depends on c, the number of answers above that step; then the steps are
+    added up again. So better stays better, and no word is paid for the rank of other words. The weights:
+    "mean"     G / c. A piece that is w or 0 then earns w (v - mean) / mean, the gradient of w log P(v = w); any other
+               piece earns the gradient of ∫ log P(v > x) dx, both to order G - 1 in 1 - P (MaxRL, arXiv 2602.02710).
+    best_of=k  C(G-1-c, k-1) / C(G-1, k-1). A value then becomes the mean, over all groups of k that its answer is in,
+               of the best value: the gradient of E[best of k] times 1/k - 1/G (Walder & Karkhanis, 2025). The k lowest
+               answers are paid alike.
+    both       best_of's weight divided by the chance that one of k is above the step: ∫ log P(best of k > x) dx.
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
     alike = groups.amax(1) - groups.amin(1) <= 1e-6  # else the mean's rounding error is divided by nearly 0
