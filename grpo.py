@@ -52,7 +52,7 @@ def advantages(values, group_size, scale="none", best_of=1):
     several pieces by the root of their summed variances, as their sum may be constant. "none" does not: dividing would
     favour prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO).
 
-    scale="mean" and best_of=k pay more for what is rare. The G values of a piece are sorted, and the step from each value
+    scale="mean" and best_of=k pay more for what is rare. The G values of a piece are sorted, and the step from each one
     to the next is multiplied by a weight that depends on c, the number of answers above that step; then the steps are
     added up again. So better stays better, and no word is paid for the rank of other words. The weights:
     "mean"     G / c. A piece that is w or 0 then earns w (v - mean) / mean, the gradient of w log P(v = w); any other
