@@ -58,8 +58,7 @@ def advantages(values, group_size, scale="none", best_of=1):
     "mean"     G / c. A piece that is w or 0 then earns w (v - mean) / mean, the gradient of w log P(v = w); any other
                piece earns the gradient of ∫ log P(v > x) dx, both to order G - 1 in 1 - P (MaxRL, arXiv 2602.02710).
     best_of=k  C(G-1-c, k-1) / C(G-1, k-1). A value then becomes the mean, over all groups of k that its answer is in,
-               of the best value: the gradient of E[best of k] times 1/k - 1/G (Walder & Karkhanis, 2025). The k lowest
-               answers are paid alike.
+               of the best: 1/k - 1/G times the gradient of E[best of k] (Walder & Karkhanis, 2025). The k lowest tie.
     both       best_of's weight divided by the chance that one of k is above the step: ∫ log P(best of k > x) dx.
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
