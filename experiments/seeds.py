@@ -48,7 +48,7 @@ def shared_settings(task, given):
     sys.argv[1:] = given
     settings.read_user()
     if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
-        fail(f"the experiment itself chooses {min(own)} for each run; leave it out, in the environment, too.")
+        fail(f"the experiment itself chooses {min(own)} for each run; leave it out, also of the environment.")
     settings.GIVEN["arguments"]["TASK"] = task
     runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
     settings.finish("python -m experiments.seeds OUT")

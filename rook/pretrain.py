@@ -3,7 +3,7 @@
 python -m rook.pretrain out/mine --data builtin positions.txt.gz            on a CPU, a million texts in ten hours
 python -m rook.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU with 16 cores
 
-What the texts are: rook/texts.py. The same command goes on where a run was stopped or killed.
+What the texts are: rook/texts.py. The same command resumes a run that was stopped or killed.
 """
 
 import argparse
@@ -212,7 +212,7 @@ def save(out, model, dtype, state):
 
 
 def load_state(file, config):
-    """What the run needs to go on; {} where it begins."""
+    """What a run needs to resume; {} at its beginning."""
     if not file.exists():
         return {}
     try:  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step

@@ -233,7 +233,6 @@ def main():
     # Before transformers is imported: the screen shows what is measured alone
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     warnings.simplefilter("ignore")
-    hardware.flush_denormals()
     device = hardware.choose_device()
     all_workloads = workloads(device)
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
@@ -243,7 +242,7 @@ def main():
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()
-    dtype = hardware.fastest_dtype(device) if a.dtype == "auto" else getattr(torch, a.dtype)
+    device, dtype = hardware.prepare(dtype=a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
     print(f"{machine['machine']}, {result['threads']} threads, {machine['dtype']}", flush=True)
