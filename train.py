@@ -33,7 +33,7 @@ from nanorook.run import Run, catch_signals, continuation, explain, restore, wri
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
 from nanorook.task import first_questions, graded, make_questions, prompt_ids
-from rollout import microbatches, sample, split_by_signal
+from rollout import microbatches, sample
 
 if __name__ == "__main__":
     settings.read_user()  # as a program only: imported, train.py keeps the defaults
@@ -152,8 +152,7 @@ def plan_memory(model, questions):
 def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are
     of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    split = [item for batch in batches for item in split_by_signal(batch, KL_COEF > 0)]
-    parts = [(part, has_gradient) for groups, has_gradient in split for part in microbatches(groups, most_tokens)]
+    parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
     normalizer = parallel.total(normalizer.float())
