@@ -28,12 +28,11 @@ from tqdm import tqdm
 import grpo
 from model import GPT
 from nanorook import hardware, monitor, parallel, settings
-from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
-from nanorook.task import first_questions, graded, make_questions, prompt_ids
-from rollout import microbatches, sample, split_by_signal
+from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
+from rollout import microbatches, sample
 
 if __name__ == "__main__":
     settings.read_user()  # as a program only: imported, train.py keeps the defaults
@@ -41,7 +40,7 @@ if __name__ == "__main__":
 # fmt: off
 TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; docs/tasks.md says what it provides")
 heading(f"The task {TASK}")
-task                    = task_file.load(TASK)
+task                    = load(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
@@ -100,13 +99,10 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 
 def add_advantages(batch, answers, group_size, credit, seed=""):
     """The batch with the advantage of each token (N, T). `seed` decides the permutations of CONTROL=shuffle."""
-    T = batch.tokens.shape[1]
-    if credit == "piece":
-        values, piece_mask = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
-    else:
-        values, piece_mask = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
+    pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
+    values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
-        values = values[task_file.shuffled(answers, group_size, seed)]
+        values = values[shuffled(answers, group_size, seed)]
     advantages = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
     advantages = grpo.token_advantages(advantages, piece_mask) * (CONTROL != "zero")
     return batch._replace(advantages=advantages.to(batch.tokens.device))
@@ -153,8 +149,7 @@ def plan_memory(model, questions):
 def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are
     of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    split = [item for batch in batches for item in split_by_signal(batch, KL_COEF > 0)]
-    parts = [(part, has_gradient) for groups, has_gradient in split for part in microbatches(groups, most_tokens)]
+    parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     longest = max(task.LIMITS.values())
     normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
     normalizer = parallel.total(normalizer.float())
@@ -260,6 +255,8 @@ def make_reference(model):
 
 def start():
     """What the loop works with, at its beginning or where it was stopped."""
+    settings.finish()
+    hardware.flush_denormals()
     device = parallel.start(hardware.choose_device(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
     if BATCH_POSITIONS % world:
@@ -267,7 +264,7 @@ def start():
     run = Run(OUT_DIR)
     if lead:
         run.acquire_lock()
-        source = MODEL or task_file.start_model(task)
+        source = MODEL or start_model(task)
         run.forbid_model_inside(source)
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
@@ -285,7 +282,7 @@ def start():
         restore(model, optimizers, *resumed)
     run.good = run.good or run.snapshot(model, optimizers)
 
-    items, held_out = task_file.load_items(task, DATA, model.config)
+    items, held_out = load_items(task, DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
@@ -301,8 +298,6 @@ def start():
 
 
 def main():
-    settings.finish()
-    hardware.flush_denormals()
     run, model, reference, optimizers, items, eval_questions = start()
     lead, mine = parallel.rank() == 0, slice(parallel.rank(), None, parallel.world())
     sampler = model.inference_copy(model.dtype)
@@ -363,10 +358,14 @@ def main():
         if stopping and run.step < STEPS:
             parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
             sys.exit(128 + stopping[0])
+    finish(run, model, optimizers, eval_questions)
 
+
+def finish(run, model, optimizers, eval_questions):
+    """The last evaluation, the table of held-out skill, the trained model."""
     if "after" not in run.skill:
         evaluate_and_record(run, model, eval_questions, "after")
-    if lead:
+    if parallel.rank() == 0:
         run.save(model, optimizers)
         parallel.log(table(skill_rows(run.skill)))
         run.finish(model)

@@ -87,7 +87,8 @@ def run_checks(model, reference, optimizers, questions):
 
     # The first step of a run, and what train.py says of it
     most = train.plan_memory(model, questions)
-    kinds = {part[0].question.kind: microbatches(batch, most) for batch, (_, part) in zip(batches, rollouts)}
+    parts = [[part for part, _ in microbatches(batch, most, True)] for batch in batches]
+    kinds = dict(zip((answers[0].question.kind for _, answers in rollouts), parts))
 
     @torch.no_grad()
     def logprobs(parts):  # (tokens,)
