@@ -242,7 +242,7 @@ def load(source):
 
 # ---- Moves -------------------------------------------------------------------------------------------------
 
-SPECIAL = {  # kinds of moves that are asked about more often than games have them: with this probability, if there is one
+SPECIAL = {  # moves that are asked about more often than games have them: where there are any, with this probability
     "en_passant": (0.9, chess.Board.is_en_passant),
     "promotion": (0.6, lambda board, move: bool(move.promotion)),
     "castling": (0.5, chess.Board.is_castling),

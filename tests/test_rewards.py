@@ -330,8 +330,8 @@ def test_legal_moves_in_check_have_a_row_of_their_own(text_format):
         asked = [rewards.first_question(kind, position, text_format) for kind in ("moves", "mates")]
         for question in [*asked, rewards.policy_question(position, text_format)]:
             for move, right in (("e1e2" if row else "e2e4", 1), ("e1e3", 0)):
-                text = answer([move], [0], move) if question.kind == "policy" else " " * question.stop_after + f"{move} "
-                metrics = grade(question, text + "x" * question.stop_after).metrics
+                whole, first = answer([move], [0], move), f" {move} x" if question.stop_after else f"{move} "
+                metrics = grade(question, whole if question.kind == "policy" else first).metrics
                 assert metrics["legal"] == right and metrics.get("legal_in_check") == (right if row else None)
 
 
