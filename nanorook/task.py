@@ -109,7 +109,8 @@ def module_of(file):
     if not (path := next(paths, None)):
         return None
     for module in list(sys.modules.values()):  # a program may have imported it already
-        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
+        known = getattr(module, "__file__", None) or ""
+        if known.endswith(path.name) and Path(known).resolve() == path:
             return module
     name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

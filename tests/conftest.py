@@ -1,5 +1,7 @@
 """Fixtures, and what becomes of tests that need a program which is not installed."""
 
+import functools
+import gc
 import gzip
 import json
 import os
@@ -20,6 +22,14 @@ from model import GPT, GPTConfig
 from nanorook import tokenizer
 from nanorook.tokenizer import Tokenizer
 from rook import positions, stockfish, texts
+
+load, embedded = positions.load, functools.cache(positions.load)
+# Reading the embedded positions takes more than a second, and a dozen tests want them.
+positions.load = lambda source: [*embedded(source)] if source == "builtin" else load(source)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the libraries stay anyway, and toy.run would look through all they hold each time
 
 
 def pytest_runtest_setup(item):
