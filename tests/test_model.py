@@ -138,7 +138,7 @@ def test_a_twin_computes_what_the_model_does_and_has_no_gradients(model, dtype):
 
 @pytest.mark.slow
 def test_a_step_of_124_million_weights(toy_run, monkeypatch, tmp_path, capsys):
-    """MODEL=jrahn/RookWorld-LM-124M: its sizes, the advice for its learning rate, a KL of 0, an update, a folder."""
+    """MODEL=jrahn/RookWorld-LM-124M: its sizes, the defaults of its size, a KL of 0, an update, a folder."""
     torch.manual_seed(0)
     model, number = GPT(GPTConfig(eos_token_id=256)), count()
     model.tokenizer = Tokenizer.of_bytes()
