@@ -29,12 +29,14 @@ def shape(tmp_path):
 
 def settings_of(*arguments, **environment):
     """train.py's, as a user's command sets them."""
-    patches = mock.patch.dict(settings.SETTINGS, clear=True), mock.patch.dict(settings.GIVEN)
-    with patches[0], patches[1], mock.patch.object(sys, "argv", ["train.py", *arguments]):
-        with mock.patch.dict("os.environ", environment):
-            settings.read_user()
-            runpy.run_path(str(ROOT / "train.py"))
-            return settings.values()
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict("os.environ", environment):
+        for name in ("SETTINGS", "HEADINGS"):
+            patch.setattr(settings, name, {})
+        patch.setattr(settings, "GIVEN", dict(settings.GIVEN))
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        settings.read_user()
+        runpy.run_path(str(ROOT / "train.py"))
+        return settings.values()
 
 
 def test_a_users_value_comes_before_the_sizes_before_the_tasks_before_the_programs(shape):
