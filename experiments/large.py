@@ -9,6 +9,8 @@ by the functions of train.py, with the settings that RookWorld-LM-124M gets. Eve
 may have, and its advantages are random numbers, since random answers all earn the same. The last line is a table's row.
 """
 
+# ruff: noqa: E402  train.py takes its settings when it is imported, so the model has to be there before
+
 import gzip
 import json
 import random
@@ -48,10 +50,9 @@ def random_model(folder):
 
 def read_settings(folder=ROOT / "runs" / "large"):
     settings.read_user()
-    given = settings.GIVEN["arguments"]
-    given.update({"STEPS": "2", "OUT_DIR": str(folder / "out")} | given)
-    if "MODEL" not in given:
-        given["MODEL"] = random_model(folder)
+    given = settings.GIVEN["environment"] | settings.GIVEN["arguments"]
+    settings.GIVEN["arguments"] |= {"MODEL": given.get("MODEL") or random_model(folder)}
+    settings.GIVEN["environment"] = {"STEPS": "2", "OUT_DIR": str(folder / "out")} | settings.GIVEN["environment"]
 
 
 if __name__ == "__main__":
@@ -90,8 +91,8 @@ def main():
     for number in range(train.STEPS):
         m, *parts = step(number, sampler, model, reference, optimizers, items, run.microbatch)
         seconds.append(sum(parts))
-        print(f"step {number + 1}: {m['tokens']:,} tokens, sampling {parts[0]:.1f} s, update {parts[1]:.1f} s, gradient "
-              f"norm {m['grad_norm']:.2g}, {peak_memory(device):.1f} GB at most", flush=True)  # fmt: skip
+        print(f"step {number + 1}: {m['tokens']:,} tokens, sampling {parts[0]:.1f} s, update {parts[1]:.1f} s, "
+              f"gradient norm {m['grad_norm']:.2g}, {peak_memory(device):.1f} GB at most", flush=True)  # fmt: skip
     machine = f"CPU, {torch.get_num_threads()} thread(s)"
     if device.type == "cuda":
         gigabytes = torch.cuda.get_device_properties(device).total_memory / 2**30

@@ -1,15 +1,23 @@
 """Defaults by the size of the model: which one is taken, and that a run tells."""
 
 import json
+import re
 import runpy
 import sys
 from unittest import mock
 
 import pytest
+import torch
 
+import pretend_cuda
+import rewards
 import toy
-from model import GPT
-from nanorook import settings, sizes
+import train
+from examples import mates
+from experiments import large
+from model import GPT, GPTConfig
+from nanorook import hardware, settings, sizes
+from nanorook.tokenizer import Tokenizer
 from toy import ROOT
 
 LARGE, SMALL = dict(n_embd=768, n_layer=12), dict(n_embd=384, n_layer=6)
@@ -102,3 +110,39 @@ def test_a_model_of_another_format_is_refused_before_the_first_step(tmp_path, fe
     said = toy.main(tmp_path / "out", TASK="rewards.py", DATA=few_positions, MODEL=tmp_path / "model")
     assert said.startswith("error: config.json: chess_format is 'uci', but it has to be 'rookworld', 'expanded' or 'sq")
     assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out" / "skill.json").exists()
+
+
+def test_whole_steps_of_random_weights_have_the_most_tokens(toy_settings, tmp_path, few_positions, monkeypatch, capsys):
+    monkeypatch.setattr(large, "GPTConfig", lambda: GPTConfig(n_embd=8, n_layer=1, n_head=1))
+    monkeypatch.setattr(sys, "argv", ["large", f"DATA={few_positions}"])
+    monkeypatch.setattr(settings, "GIVEN", dict(settings.GIVEN))
+    large.read_settings(tmp_path)
+    assert settings.GIVEN["environment"]["STEPS"] == "2"
+    given = settings.GIVEN["arguments"] | dict(OUT_DIR=tmp_path / "out", TASK="examples/mates.py", GROUP_SIZE=3)
+    toy.set_all(monkeypatch, given, mates)
+    large.main()
+    *_, first, second, row = capsys.readouterr().out.splitlines()
+    assert " 72 tokens" in first and " 72 tokens" in second  # 4 questions, 3 answers each, of 6 tokens
+    assert float(re.search(r"gradient norm (\S+),", first)[1]) > 0
+    cells = r"CPU, \d+ thread\(s\) \| \d+ s \| 72 \| [\d.]+ s \| [\d.]+ s \| [\d.]+ GB \|"
+    assert re.fullmatch(r"\| examples/mates.py \| " + cells, row)
+
+
+@pytest.mark.parametrize("task", [rewards, mates])
+def test_a_step_of_124_million_parameters_takes_less_than_22_of_24_gb(task, toy_settings, monkeypatch, gpt2_folder):
+    """By the formula of hardware.py, for the largest microbatch, with reference, optimizer and the sampler's copy."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig()).set_compute_dtype(torch.bfloat16)
+    parameters, embedding = sum(p.numel() for p in model.parameters()), model.wte.weight.numel()
+    loaded = 4 * parameters + 2 * parameters + 4 * embedding  # the policy, and its reference: see docs/models.md
+    toy.set_all(monkeypatch, sizes.TABLE[50e6] | {"MICROBATCH_TOKENS": 0}, task)
+    prompt = rewards.policy_prompt("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4", "rookworld")
+    with pretend_cuda.on(monkeypatch, free=24e9 - loaded):
+        model.to_empty(device="cuda")
+        model.tokenizer = Tokenizer.load(gpt2_folder)
+        kind = max(task.LIMITS, key=task.LIMITS.get)
+        tokens, keys = train.plan_memory(model, [toy.Question(kind, prompt, None)]), len(model.tokenizer.encode(prompt))
+        keys += task.LIMITS[kind]
+        used = 16 * parameters + 16 * 2**28 + tokens * hardware.bytes_of_a_token(model, keys)
+    assert not model.recompute and tokens > train.GROUP_SIZE * (keys + task.LIMITS[kind])
+    assert loaded + used < 22e9
