@@ -2,7 +2,7 @@
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
 STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
-./train.sh MODEL=jrahn/RookWorld-LM-124M LR=1e-5     or as arguments; --help lists them
+./train.sh MODEL=jrahn/RookWorld-LM-124M         or as arguments; --help lists them
 TASK=examples/letters.py ./train.sh              another task
 
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import grpo
 from model import GPT
-from nanorook import hardware, monitor, parallel, settings
+from nanorook import hardware, monitor, parallel, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
@@ -44,7 +44,9 @@ task                    = load(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
-MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; empty: the task's own start model")
+MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id, above 50M parameters with defaults of its size (nanorook/sizes.py); empty: the task's own start model")
+SIZED                   = sizes.defaults(MODEL, task)
+settings.take_defaults(task.DEFAULTS | SIZED)
 DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, or a file (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -58,7 +60,7 @@ OVERFIT                 = setting("OVERFIT", False, "the same questions at every
 CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
-LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
+LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
@@ -291,7 +293,7 @@ def start():
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
-    parallel.log(settings.in_words("LR", "SEED", "STEPS", "BATCH_POSITIONS", "GROUP_SIZE"))
+    parallel.log(sizes.in_words(SIZED))
     if lead and FRESH:  # not before model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions
