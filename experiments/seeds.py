@@ -81,7 +81,7 @@ def shared(folders):
 
 
 def means(runs, name):
-    """(of each run the figure's means, one for each evaluation that has it, whether they are shares and so in percent)"""
+    """(of each run the means of a figure, wherever it was asked; whether they are shares, and so in percent)"""
     found = [[skill[name][0] for skill in run["skill"].values() if name in skill] for run in runs]
     share = name.split(" ")[1] not in PAWNS and max(abs(mean) for run in found for mean in run) <= 1
     return [[100 * mean for mean in run] if share else run for run in found], share
