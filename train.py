@@ -2,7 +2,7 @@
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
 STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
-./train.sh MODEL=jrahn/RookWorld-LM-124M LR=1e-5     or as arguments; --help lists them
+./train.sh MODEL=jrahn/RookWorld-LM-124M         or as arguments; --help lists them
 TASK=examples/letters.py ./train.sh              another task
 
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import grpo
 from model import GPT
-from nanorook import hardware, monitor, parallel, settings
+from nanorook import hardware, monitor, parallel, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.tables import skill_rows, table
@@ -44,7 +44,9 @@ task                    = load(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
-MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; empty: the task's own start model")
+MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id, above 50M parameters with defaults of its size (nanorook/sizes.py); empty: the task's own start model")
+SIZED                   = sizes.defaults(MODEL, task)
+settings.take_defaults(task.DEFAULTS | SIZED)
 DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, or a file (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -58,7 +60,7 @@ OVERFIT                 = setting("OVERFIT", False, "the same questions at every
 CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
-LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
+LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
@@ -77,6 +79,7 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each of them before and after, for pass@1, 4, 16, 64; 0: none", low=0)
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
@@ -225,7 +228,7 @@ def evaluate_and_record(run, model, questions, title):
     """One more column in the run's table of held-out skill, and its first answers of each kind; the seconds it took."""
     clock = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
-    run.skill[title], answers = evaluate(model, questions)
+    run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
@@ -290,7 +293,7 @@ def start():
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
-    parallel.log(settings.in_words("LR", "SEED", "STEPS", "BATCH_POSITIONS", "GROUP_SIZE"))
+    parallel.log(sizes.in_words(SIZED))
     if lead and FRESH:  # not before model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions

@@ -203,13 +203,10 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
     parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     again = ", blocks computed again in the backward pass" * model.recompute
-    high = parameters > 5e7 and values()["LR"] > 1e-5
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
         f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
-        + "\nLR is high for a model of this size: LR=1e-5 and TEMPERATURE=0.7 suit one of 124M parameters"
-        * high
     )
 
 

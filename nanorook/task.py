@@ -65,6 +65,7 @@ class Task(Protocol):
     def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
         """What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off."""
 
+    # Optional: LARGE = True, if DEFAULTS were chosen for a model above 50M parameters, see nanorook/sizes.py.
     # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
     # Optional: def show(question, text) -> str, what a page shows with an answer, or a terminal instead of it, whatever
     # the answer is. If it begins with "<" it is HTML, for pages alone; its docstring then explains the pictures.
@@ -109,7 +110,8 @@ def module_of(file):
     if not (path := next(paths, None)):
         return None
     for module in list(sys.modules.values()):  # a program may have imported it already
-        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
+        known = getattr(module, "__file__", None) or ""
+        if known.endswith(path.name) and Path(known).resolve() == path:
             return module
     name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

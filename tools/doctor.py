@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import grpo
 import train
 from model import GPT
-from nanorook import hardware, monitor
+from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import graded, load_items, make_questions, prompt_ids, start_model
 from rollout import detokenize, end_tokens, microbatches, sample
@@ -53,6 +53,7 @@ def norm(tensors):
 def prepare(count):
     """A model and `count` questions, as the settings name them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
+    print(sizes.in_words(train.SIZED))
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
