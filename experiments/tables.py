@@ -28,8 +28,7 @@ def rows_of(file, names):
                           for kind in ("seed", "control"))  # fmt: skip
         text = seeds.table(runs, controls, found["shared"].values())
     else:
-        task = re.search(r"variants-(\w+)\.json", file)[1]
-        text = variants.show(variants.TABLES[task], found["runs"])
+        text = variants.show(found["runs"])
     head, rule, *rows = text.splitlines()
     by_name = {row.split("|")[1].strip(): row for row in rows}
     if names != ["*"]:
