@@ -102,23 +102,13 @@ def table(runs, controls, shared):
     return tables.table(rows, markdown=True)
 
 
-def pyplot():
-    """To draw into files. Only ./test.sh installs it."""
-    try:
-        import matplotlib
-    except ImportError:
-        fail("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
-    matplotlib.use("Agg")  # no window
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def draw(runs, controls, names, path):
     """A line for each run, and their mean; controls are grey."""
-    size = 4.2 * len(names), 3.4
-    figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, name in zip(axes[0], names):
+    from matplotlib.figure import Figure  # which only ./test.sh installs
+
+    figure = Figure(figsize=(4.2 * len(names), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names):
         drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
@@ -129,7 +119,7 @@ def draw(runs, controls, names, path):
         title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
+    axes[0].legend()
     figure.savefig(path, dpi=110)
 
 
@@ -152,8 +142,6 @@ def main():
     if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
         p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, recorded)  # before the first run: from now on the folder is of these settings
-    if a.curves:
-        pyplot()  # refuses where there is none
     found = {"seed": [], "control": []}
     for kind, count, control in (
         ("seed", a.seeds, "none"),
