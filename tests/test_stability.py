@@ -278,9 +278,8 @@ CHANGES = dict(
 )  # fmt: skip
 
 
-def test_no_setting_is_silent(toy_run, tmp_path, monkeypatch):
+def test_no_setting_is_silent(toy_run, tmp_path):
     """A collector built with defaults ignored the group size that was asked for. Here each change has to show."""
-    monkeypatch.setattr(toy, "LIMITS", {"short": 2, "long": 4})  # shorter answers, as there are thirty runs
 
     def left(out, **changes):
         toy_run(out, **BASE | changes)
