@@ -104,10 +104,9 @@ def test_the_cache_has_as_few_heads_as_the_keys(model, monkeypatch):
     assert heads < model.config.n_head and shape[:3] == (1, heads, 4) and caches[-1].values[1].shape == shape
 
 
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_one_captured_graph_decodes_as_the_cpu_does(gpu, model, temperature):  # noqa: F811
+def test_one_captured_graph_decodes_as_the_cpu_does(gpu, model):  # noqa: F811
     model.config.eos_token_id = -1  # nothing ends early
-    same(sampled(model, temperature=temperature), sampled(model, "cpu", temperature=temperature))
+    same(sampled(model, temperature=0.9), sampled(model, "cpu", temperature=0.9))
     assert gpu.captures == [17]
 
 
