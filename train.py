@@ -31,7 +31,6 @@ from nanorook import hardware, monitor, parallel, settings
 from nanorook import task as task_file
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
-from nanorook.tables import skill_rows, table
 from nanorook.task import first_questions, graded, make_questions, prompt_ids
 from rollout import microbatches, sample, split_by_signal
 
@@ -360,6 +359,8 @@ def main():
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)
         if stopping and run.step < STEPS:
+            if lead:
+                run.leave(model, ended=False)
             parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
             sys.exit(128 + stopping[0])
 
@@ -367,8 +368,7 @@ def main():
         evaluate_and_record(run, model, eval_questions, "after")
     if lead:
         run.save(model, optimizers)
-        parallel.log(table(skill_rows(run.skill)))
-        run.finish(model)
+        run.leave(model)
     parallel.finish()
 
 

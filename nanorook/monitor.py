@@ -28,18 +28,24 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     highest, unpaid = worst(m, "reward_max", min)
     unsolved = {name: value for name, value in m.items() if m.get(f"{name.split('/')[0]}/reward", 1) < 0.8}
     alike, same = worst(unsolved, "frac_zero_std", max)
+    changes = {name: value - (past or [m])[0].get(name, value) for name, value in m.items() if "/" in name}
+    lost, shapeless = worst(changes, "structure", min)
+    longer, endless = worst(changes, "hit_limit", max)
     fall, falling = worst({k: how_far_it_fell(past, k) for k in m if k.endswith("/reward")}, "reward", max)
     for state, wrong, advice in (
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
+        ("red", lost < -0.5, f"the {shapeless} answers have lost the form of the first: lower LR or raise KL_COEF"),
+        ("red", longer > 0.5, f"the {endless} answers ended at first and no longer do: lower LR or raise KL_COEF"),
         ("red", cut_off > 0.8, f"most {too_long} answers are cut off: raise their limit of new tokens"),
         ("red", structure < 0.2, f"most {malformed} answers are malformed: lower LR, and look at the samples"),
-        ("red", highest < 0, f"every {unpaid} reward is negative: nothing can be learnt from these answers"),
+        ("red", highest <= 0, f"no {unpaid} answer earns anything: ask easier questions, or pay partial success"),
+        ("yellow", alike == 1 and m["reward_std"] < 1e-6, f"all answers earn {m['reward']:.4g}: see if grade caps it"),
+        ("yellow", cut_off > 0.2, f"many {too_long} answers are cut off: raise their limit of new tokens"),
         ("yellow", alike > 0.5, f"most {same} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
-        ("yellow", cut_off > 0.2, f"many {too_long} answers are cut off: raise their limit of new tokens"),
         ("yellow", structure < 0.8, f"many {malformed} answers are malformed: the reward will teach form first"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
         ("yellow", fall > 0.05, f"the {falling} reward falls: lower LR or raise KL_COEF"),
@@ -135,16 +141,16 @@ def describe_rewards(answers, group_size):
 
 
 def log_step(file, past, metrics):
-    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on."""
+    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on, the first one among them."""
     metrics["tokens_per_second"] = metrics["tokens"] / sum(metrics["seconds"].values())
     with open(file, "a") as log:
         log.write(json.dumps(metrics) + "\n")
-    return [*past[-39:], metrics]
+    return [*past[:1], *past[1:][-39:], metrics]
 
 
 def progress_line(past, steps, evaluation_seconds):
     """The last of the steps `past`; the evaluations still to come will take `evaluation_seconds` in all."""
-    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past)
+    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past[-40:])
     left = timedelta(seconds=round(seconds * (steps - m["step"]) + evaluation_seconds))
     kinds = [f"{name.split('/')[0]} {value:.2f}" for name, value in m.items() if name.split("/")[1:] == ["reward"]]
     rewards = f"reward {m['reward']:.3f}" + f" ({', '.join(kinds)})" * (len(kinds) > 1)

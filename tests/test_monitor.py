@@ -8,7 +8,7 @@ from nanorook.task import Grade
 from rollout import Answer
 
 HEALTHY = dict(broken=False, skipped=0, kl=0, frac_zero_std=0, grad_norm=1, reward=0.5)
-HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0)
+HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0, reward_std=0.2)
 KIND = dict(hit_limit=0, reward_max=1, frac_zero_std=0, reward=0.5, structure=1.0)
 HEALTHY |= {f"{kind}/{name}": value for kind in "ab" for name, value in KIND.items()}
 
@@ -29,6 +29,21 @@ STATES = {
     + [{"b/hit_limit": 0.3}, {"b/structure": 0.5}, {"grad_norm": 11}],
     "green": [{}, {"b/frac_zero_std": 0.6, "b/reward": 0.9}],  # most questions are solved
 }
+
+
+def test_advice_names_the_cause():
+    """Not TEMPERATURE where the reward is capped or answers are cut off, nor the limit after a collapse."""
+
+    def advice(**changes):
+        row = HEALTHY | {f"b/{name}" if name in KIND else name: value for name, value in changes.items()}
+        return monitor.diagnose(row, past, 1, 1)["advice"]
+
+    for past in ([], [HEALTHY] * 3):
+        assert "see if grade caps it" in advice(reward_std=0, frac_zero_std=1.0)
+        assert "no b answer earns anything" in advice(reward_max=0, reward=0, frac_zero_std=1.0)
+        assert "b answers are cut off" in advice(hit_limit=0.3, frac_zero_std=0.6)
+        assert ("ended at first and no longer do: lower LR" in advice(hit_limit=1.0)) == bool(past)
+        assert ("lost the form of the first: lower LR" in advice(structure=0.0)) == bool(past)
 
 
 def test_figures_have_gaps_where_there_is_no_value():
