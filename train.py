@@ -359,8 +359,7 @@ def main():
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)
         if stopping and run.step < STEPS:
-            if lead:
-                run.leave(model, ended=False)
+            run.leave(model, ended=False)
             parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
             sys.exit(128 + stopping[0])
 
@@ -368,7 +367,7 @@ def main():
         evaluate_and_record(run, model, eval_questions, "after")
     if lead:
         run.save(model, optimizers)
-        run.leave(model)
+    run.leave(model)
     parallel.finish()
 
 

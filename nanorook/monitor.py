@@ -25,19 +25,16 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     """The state of a step with metrics `m` after the steps `past`: what is wrong, and what to do."""
     structure, malformed = worst(m, "structure", min)
     cut_off, too_long = worst(m, "hit_limit", max)
+    ended = 1 - (past or [m])[0].get(f"{too_long}/hit_limit", 1)  # of them at the first step
     highest, unpaid = worst(m, "reward_max", min)
     unsolved = {name: value for name, value in m.items() if m.get(f"{name.split('/')[0]}/reward", 1) < 0.8}
     alike, same = worst(unsolved, "frac_zero_std", max)
-    changes = {name: value - (past or [m])[0].get(name, value) for name, value in m.items() if "/" in name}
-    lost, shapeless = worst(changes, "structure", min)
-    longer, endless = worst(changes, "hit_limit", max)
     fall, falling = worst({k: how_far_it_fell(past, k) for k in m if k.endswith("/reward")}, "reward", max)
     for state, wrong, advice in (
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
-        ("red", lost < -0.5, f"the {shapeless} answers have lost the form of the first: lower LR or raise KL_COEF"),
-        ("red", longer > 0.5, f"the {endless} answers ended at first and no longer do: lower LR or raise KL_COEF"),
+        ("red", cut_off > 0.8 and ended > 0.8, f"most {too_long} answers no longer end, as they did at first: lower LR"),
         ("red", cut_off > 0.8, f"most {too_long} answers are cut off: raise their limit of new tokens"),
         ("red", structure < 0.2, f"most {malformed} answers are malformed: lower LR, and look at the samples"),
         ("red", highest <= 0, f"no {unpaid} answer earns anything: ask easier questions, or pay partial success"),
@@ -132,12 +129,9 @@ def describe_answers(answers, group_size):
 def describe_rewards(answers, group_size):
     rewards = [answer.grade.reward for answer in answers]
     groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
-    return {
-        "reward": fmean(rewards),
-        "reward_max": max(rewards),
-        "frac_zero_std": fmean(max(group) - min(group) <= 1e-6 for group in groups),
-        "hit_limit": fmean(answer.hit_limit for answer in answers),
-    }
+    alike = fmean(max(group) - min(group) <= 1e-6 for group in groups)
+    cut_off = fmean(answer.hit_limit for answer in answers)
+    return dict(reward=fmean(rewards), reward_max=max(rewards), frac_zero_std=alike, hit_limit=cut_off)
 
 
 def log_step(file, past, metrics):

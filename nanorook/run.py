@@ -152,6 +152,8 @@ class Run:
     def leave(self, model, ended=True):
         """The trained model with its card, the verdict and the report, also of a run that was stopped. A report that
         fails does not fail the run; a red verdict does, so that a script notices."""
+        if parallel.rank() > 0:
+            return
         model.save(self.out / "model")
         lines, file = verdict(self.out), self.out / "run.json"
         write(self.out / "model" / "README.md", card(self.out, lines))
