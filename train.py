@@ -77,6 +77,7 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each of them before and after, for pass@1, 4, 16, 64; 0: none", low=0)
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
@@ -229,7 +230,7 @@ def evaluate_and_record(run, model, questions, title):
     """One more column in the run's table of held-out skill, and its first answers of each kind; the seconds it took."""
     clock = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
-    run.skill[title], answers = evaluate(model, questions)
+    run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
