@@ -34,7 +34,11 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
-        ("red", cut_off > 0.8 and ended > 0.8, f"most {too_long} answers no longer end, as they did at first: lower LR"),
+        (
+            "red",
+            cut_off > 0.8 and ended > 0.8,
+            f"most {too_long} answers no longer end, as they did at first: lower LR",
+        ),
         ("red", cut_off > 0.8, f"most {too_long} answers are cut off: raise their limit of new tokens"),
         ("red", structure < 0.2, f"most {malformed} answers are malformed: lower LR, and look at the samples"),
         ("red", highest <= 0, f"no {unpaid} answer earns anything: ask easier questions, or pay partial success"),

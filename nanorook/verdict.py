@@ -86,12 +86,13 @@ def in_words(names, first, last, gains, most=3):
     """The largest changes, greedy and sampled ones of a figure together."""
     found = {}
     for name in sorted(names, key=lambda name: -abs(gains[name][0])):
-        figure, _, heat = name.rpartition(" T=")
+        figure, _, heat = name.partition(" T=")
         scale, unit = (1, "") if " reward " in name or not is_share(name, first, last) else (100, " %")
         digits = 1 if unit or abs(gains[name][0]) >= 10 else 2
         before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name]))
         text = f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"
-        found.setdefault(figure, []).append(text + (" greedy" if heat == "0" else f" at temperature {heat}"))
+        how = {"0": " greedy", "": ""}.get(heat, f" at temperature {heat}")  # pass@k has it in its name
+        found.setdefault(figure, []).append(text + how)
     items = [f"{figure} {', '.join(texts)}" for figure, texts in found.items()]
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 

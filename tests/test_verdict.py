@@ -39,11 +39,14 @@ STEADY = [row(step, 0.2 + 0.01 * (step % 3)) for step in range(1, 41)]
 
 
 def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
-    first, fell, cost, then = said({"before": START, "step 20": START, "after": RISEN}, STEADY)
+    tried = [{"q right pass@4": [chance, chance + 0.2] * (N // 2)} for chance in (0.4, 0.6)]
+    skills = {"before": START | tried[0], "step 20": START, "after": RISEN | tried[1]}
+    first, fell, cost, then = said(skills, STEADY)
     assert first.startswith(
         "● green  Rose on 100 held-out questions: q reward 0.20 → 0.80 (+0.60 ± 0.00) greedy, 0.20 →"
     )
     assert "at temperature 1; q right 50.0 → 100.0 % (+50.0 ± " in first
+    assert "; q right pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
     assert fell == "Nothing fell by more than chance explains."
     assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 without evaluations."
     assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then

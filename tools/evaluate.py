@@ -37,7 +37,7 @@ def main():
     a = p.parse_intermixed_args()
     settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
     models = [word for word in a.model if "=" not in word]
-    if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file() and not a.samples:
+    if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
         print(table(skill_rows(json.loads(file.read_text())), a.markdown))
         return
     if len(models) == 1 and settings.GIVEN["run"]:
