@@ -57,7 +57,7 @@ def test_one_model_two_models_and_several_tries(shown, toy_model):
 
 def test_pass_at_k_is_asked_of_the_same_model_and_questions(toy_settings, toy_run, tmp_path, monkeypatch):
     honest = toy.grade
-    grade = lambda *a: toy.Grade((), {"even": float(honest(*a).reward > 0.3)})  # noqa: E731
+    grade = lambda *a: toy.Grade((("all", 0.5),), {"even": float(honest(*a).reward > 0.3)})  # noqa: E731
     monkeypatch.setattr(toy, "grade", grade)
     skill, _ = train.evaluate(toy.model(), toy.questions(12), samples=16)
     shares = [skill[f"short even pass@{k}"][0] for k in (1, 4, 16)]
