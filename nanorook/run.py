@@ -29,7 +29,9 @@ from nanorook.task import raised_by
 from nanorook.verdict import card, verdict
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()  # by a run
+MADE = (
+    "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
+)  # by a run
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
@@ -46,7 +48,9 @@ class Run:
         self.skipped_in_a_row = 0
         self.rollbacks = 0
         self.good = None  # the last state known to be healthy, see snapshot()
+        self.record = ""  # its name where REPORT_TO sends it
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
+        self.report = None  # a function, see loggers.connect()
 
     def acquire_lock(self):
         """Holds OUT_DIR, which has to be empty or a run's, until this process ends, however it ends."""
@@ -149,20 +153,23 @@ class Run:
             if path.name != f"step-{self.best[1]:06d}":
                 shutil.rmtree(path)
 
-    def leave(self, model, ended=True):
-        """The trained model with its card, the verdict and the report, also of a run that was stopped. A report that
-        fails does not fail the run; a red verdict does, so that a script notices."""
-        if parallel.rank() > 0:
-            return
-        model.save(self.out / "model")
-        lines, file = verdict(self.out), self.out / "run.json"
-        write(self.out / "model" / "README.md", card(self.out, lines))
-        print("\n" + "\n".join(textwrap.fill(line, 110, subsequent_indent="  ") for line in lines), flush=True)
-        subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
-        if ended:
-            write(file, json.dumps(json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}))
-        self.lock.close()
-        if ended and lines[0].startswith("● red"):
+    def leave(self, model, signal=0):
+        """The trained model with its card, the verdict and the report, also where a signal has stopped the run. A
+        report that fails does not fail it; a red verdict does, after all is written, so that a script notices."""
+        if parallel.rank() == 0:
+            model.save(self.out / "model")
+            lines, file = verdict(self.out), self.out / "run.json"
+            write(self.out / "model" / "README.md", card(self.out, lines))
+            print("\n" + "\n".join(textwrap.fill(line, 110, subsequent_indent="  ") for line in lines), flush=True)
+            subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
+            if not signal:
+                about = json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+                write(file, json.dumps(about))
+            self.lock.close()
+        if signal:
+            parallel.log(f"stopped after step {self.step}; {continuation(self.out, settings.values()['FRESH'])}")
+            sys.exit(128 + signal)
+        if parallel.rank() == 0 and lines[0].startswith("● red"):
             sys.exit(1)
 
 
