@@ -81,8 +81,8 @@ def shared(folders):
 
 
 def means(runs, name):
-    """(of each run the figure's means, one for each evaluation, whether they are shares and so in percent)"""
-    found = [[skill[name][0] for skill in run["skill"].values()] for run in runs]
+    """(of each run the means of a figure, wherever it was asked; whether they are shares, and so in percent)"""
+    found = [[skill[name][0] for skill in run["skill"].values() if name in skill] for run in runs]
     share = name.split(" ")[1] not in PAWNS and max(abs(mean) for run in found for mean in run) <= 1
     return [[100 * mean for mean in run] if share else run for run in found], share
 
@@ -91,7 +91,7 @@ def table(runs, controls, shared):
     """`shared`: of the runs and of the controls."""
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name in list(runs[0]["skill"].values())[-1]:
-        if all(name in skill for run in runs + controls for skill in run["skill"].values()):
+        if all(name in run["gain"] for run in runs + controls):  # asked before and after
             found, share = means(runs + controls, name)
             form, scale = (".1f", 100) if share else (".2f", 1)
             cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
