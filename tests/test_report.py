@@ -211,7 +211,7 @@ def test_every_metric_of_any_task_is_shown(tmp_path):
         ([-0.3, 0.8], [], "-0.4 -0.2 0 0.2 0.4 0.6 0.8"),
         ([1, 1], [], "0.975 0.980 0.985 0.990 0.995 1.000"),
         ([0], [], "0 0.1 0.2 0.3 0.4 0.5"),
-        ([0.5, 0.4, 0.6, 5e7], [], "0.01 1 100 1e4 1e6 1e8"),
+        ([0.5, 0.4, 0.6, 5e7], [], "1e-2 1e0 1e2 1e4 1e6 1e8"),
     ],
 )
 def test_axes_are_fitted_to_the_data_with_round_ticks(values, ends, ticks):

@@ -148,20 +148,20 @@ def manner(how):
     return {"": "training", "T=0": "greedy"}.get(how, how.replace("=", " = "))
 
 
-PANELS = (  # title, unit, {metric: what its line is called}
+PANELS = (  # title, unit, {metric: what its line is called}; some metrics have a line for each kind of question, too
     ("Reward", "mean over a step's answers", {"reward": "all"}),
     ("Best reward", "highest of a step's answers", {"reward_max": "all"}),
     ("Groups without a signal", "share with one reward only", {"frac_zero_std": "all"}),
+    ("Cut off", "share of completions", {"hit_limit": "all"}),
+    ("Completion length", "tokens", {"length": ""}),
     ("KL to the reference", "nats per token", {"kl": ""}),
     ("Entropy", "nats per token", {"entropy": ""}),
     ("Gradient norm", "before clipping", {"grad_norm": ""}),
     ("Clipped tokens", "share with a ratio out of range", {"clip_low": "below", "clip_high": "above"}),
-    ("Completion length", "tokens", {"length": ""}),
-    ("Cut off", "share of completions", {"hit_limit": "all"}),
-    ("Learning rate", "of AdamW", {"lr": ""}),
     ("Sampling against training", "nats, mean difference of logprobs", {"logprob_gap": ""}),
+    ("Learning rate", "of AdamW", {"lr": ""}),
+    ("Time of a step", "seconds", {"sampling": "sampling", "grading": "grading", "update": "update"}),
     ("Speed", "completion tokens per second", {"tokens_per_second": ""}),
-    ("Time of a step", "seconds", {part: part for part in ("sampling", "grading", "update")}),
 )
 
 
@@ -175,7 +175,6 @@ def skill_panels(names, kind):
 
 
 def training_panels(names, kinds):
-    """PANELS, with a line for each kind that has the metric, and those of the pieces of rewards."""
     for title, unit, lines in PANELS:
         each = {f"{kind}/{metric}": kind for metric in lines for kind in kinds}
         yield title, unit, lines | {name: kind for name, kind in each.items() if len(kinds) > 1 and name in names}
@@ -184,22 +183,23 @@ def training_panels(names, kinds):
         yield f"Pieces of the {kind} reward", unit, {n: n.removeprefix(start) for n in names if n.startswith(start)}
 
 
+def one_by_one(panels):
+    """A panel for each of their metrics."""
+    return ((f"{title}: {line}" if len(lines) > 1 else title, unit, {name: line})
+            for title, unit, lines in panels for name, line in lines.items())  # fmt: skip
+
+
 def plots(runs, panels):
-    """One run has a colour for each line of a panel. Several have one for each run and, in training, a panel for each
-    metric."""
+    """One run has a colour for each line of a panel; several have one for each run."""
     page, several, last = "", len(runs) > 1, max(run.rows[-1]["step"] for run in runs)
     for title, unit, lines in panels:
-        held_out = any(" " in name for name in lines)
-        split = several and not held_out and len(lines) > 1
-        for part in [{name: line} for name, line in lines.items()] if split else [lines]:
-            curves = []
-            for i, run in enumerate(runs):
-                for j, name in enumerate(part):
-                    css = f"c{(i if several else j) % 8}" + " thin" * (held_out and " " not in name)
-                    css += " dashed" * (j > 1 if held_out else j > 7)
-                    curves += [(part[name], css, run.curves[name])] if name in run.curves else []
-            told = f"{title}: {[*part.values()][0]}" if split else title
-            page += plot(told, unit, curves, last, named=not several and len(curves) > 1) if curves else ""
+        held_out, curves = [name for name in lines if " " in name], []
+        for i, run in enumerate(runs):
+            for j, name in enumerate(lines):
+                css = f"c{(i if several else j) % 8}" + " thin" * (bool(held_out) and name not in held_out)
+                css += " dashed" * (name in held_out[1:] or j > 7)
+                curves += [(lines[name], css, run.curves[name])] if name in run.curves else []
+        page += plot(title, unit, curves, last, named=not several and len(curves) > 1) if curves else ""
     return f'<div class="plots">{page}</div>'
 
 
@@ -218,7 +218,7 @@ def plot(title, unit, curves, last, named=False):
     points = [point for *_, points in curves for point in points]
     ends = [value + sign * half for _, value, *halves in points for half in halves for sign in (-1, 1)]
     log, marks = axis([value for _, value, *_ in points if math.isfinite(value)] or [0], filter(math.isfinite, ends))
-    low, high = (math.log10(mark) if log else mark for mark in (marks[0], marks[-1]))
+    low, high = (math.log10(mark) if log else mark for mark, _ in (marks[0], marks[-1]))
 
     def x(step):
         return LEFT + (RIGHT - LEFT) * step / last
@@ -234,21 +234,19 @@ def plot(title, unit, curves, last, named=False):
         return f'<path class="{css}" d="{d}"/>'
 
     svg = ""
-    for mark in marks:
-        svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/><text class="tick" x="{LEFT - 6}" '
-        svg += f'y="{y(mark) + 4:.1f}">{label(mark, 0 if log else marks[1] - marks[0])}</text>'
-    for step in (step for step in ticks(0, last, 5) if step % 1 == 0 and step <= last):
-        svg += f'<text x="{x(step):.1f}" y="{BOTTOM + 16}">{"step " * (not step)}{step:.0f}</text>'
+    for mark, text in marks:
+        svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
+        svg += f'<text class="tick" x="{LEFT - 6}" y="{y(mark) + 4:.1f}">{text}</text>'
+    for step, text in ticks(0, last, 5):
+        if step % 1 == 0 and step <= last:
+            svg += f'<text x="{x(step):.1f}" y="{BOTTOM + 16}">{"step " * (not step)}{text}</text>'
+    held_out = [(css, points) for _, css, points in curves if len(points[0]) == 3]
+    for css, points in held_out:
+        band = [(step, value - half) for step, value, half in points]
+        svg += path(f"band {css}", band + [(step, value + half) for step, value, half in points[::-1]])
     for _, css, points in curves:
-        if len(points[0]) == 3:
-            band = [(step, value - half) for step, value, half in points]
-            svg += path(f"band {css}", band + [(step, value + half) for step, value, half in points[::-1]])
-    for _, css, points in curves:
-        if len(points[0]) == 2:
-            svg += path(f"raw {css}", points) if len(curves) < 5 else ""
-            svg += path(f"line {css}", smooth(points))
-        else:
-            svg += path(f"line {css}", points)
+        svg += path(f"raw {css}", points) if len(points[0]) == 2 and len(curves) - len(held_out) < 5 else ""
+        svg += path(f"line {css}", points if len(points[0]) == 3 else smooth(points))
         for step, value, *half in points:
             if not math.isfinite(value):
                 svg += f'<path class="broken" d="M{x(step):.1f} {TOP}V{BOTTOM}"/>'
@@ -272,7 +270,7 @@ def axis(values, ends):
     low, high, positive = min(values), max(values), [value for value in values if value > 0]
     if low >= 0 and positive and high > 100 * statistics.median(positive):
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(high))
-        return True, [10.0**exponent for exponent in ticks(low, high, 3) if exponent % 1 == 0]
+        return True, [(10.0**exponent, f"1e{exponent:.0f}") for exponent, _ in ticks(low, high, 3) if exponent % 1 == 0]
     least, most = 0 if low >= 0 else -math.inf, 1 if low >= 0 and high <= 1 else math.inf
     low, high = min(seen := [low, high, *ends]), max(seen)
     room = max(0, max(abs(low), abs(high)) / 20 - (high - low)) / 2 or (low == high) / 2
@@ -280,18 +278,13 @@ def axis(values, ends):
 
 
 def ticks(low, high, count):
-    """About `count` steps of 1, 2 or 5 times a power of ten, from `low` or just below it to `high` or just above it."""
+    """[(value, text), ...]: about `count` steps of 1, 2 or 5 times a power of ten, which reach from `low` to `high`."""
     wanted = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / wanted)))
-    return [i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1)]
-
-
-def label(mark, step):
-    """A tick of an axis, with the decimals that its step needs."""
-    if not mark or not 1e-5 <= step < 1e6:
-        return f"{mark:.3g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{mark:,.{max(0, -math.floor(math.log10(step) + 1e-6))}f}"
+    power = math.floor(math.log10(wanted))
+    step = min((factor * 10.0**power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / wanted)))
+    form = f",.{max(0, -math.floor(math.log10(step) + 1e-6))}f" if 1e-5 < step < 1e6 else ".3g"
+    marks = (i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1))
+    return [(mark, f"{mark:{form}}" if mark else "0") for mark in marks]
 
 
 # ---- Samples -----------------------------------------------------------------------------------------------
@@ -377,11 +370,12 @@ def write(*folders):
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
     titles = [legend([run]) for run in named] or [""]
     skill = "".join(f"<h3>{escape(kind)}</h3>{plots(runs, skill_panels(names, kind))}" for kind in kinds)
+    panels = training_panels(names, kinds)
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
         table=skill_table(runs), states="".join(map(states, runs, titles)), samples=cards(runs),
         settings=settings(runs),
-        plots=plots(runs, training_panels(names, kinds)), runs=legend(named),
+        plots=plots(runs, panels if len(runs) == 1 else one_by_one(panels)), runs=legend(named),
         legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
     )  # fmt: skip
     beside = "-".join(path.name for path in paths[1:])[:200]
