@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import grpo
 import train
 from model import GPT
-from nanorook import hardware, monitor
+from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import graded, load_items, make_questions, prompt_ids, start_model
 from rollout import detokenize, end_tokens, microbatches, sample
@@ -53,6 +53,7 @@ def norm(tensors):
 def prepare(count):
     """A model and `count` questions, as the settings name them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
+    print(sizes.in_words(train.SIZED))
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
@@ -87,7 +88,8 @@ def run_checks(model, reference, optimizers, questions):
 
     # The first step of a run, and what train.py says of it
     most = train.plan_memory(model, questions)
-    kinds = {part[0].question.kind: microbatches(batch, most) for batch, (_, part) in zip(batches, rollouts)}
+    parts = [[part for part, _ in microbatches(batch, most, True)] for batch in batches]
+    kinds = dict(zip((answers[0].question.kind for _, answers in rollouts), parts))
 
     @torch.no_grad()
     def logprobs(parts):  # (tokens,)

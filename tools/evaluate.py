@@ -1,7 +1,7 @@
 """The held-out questions of a task, answered by any model, or by two with their difference, question by question.
 
 python -m tools.evaluate out/model                        a run's model beside its start model, as the run set it up
-python -m tools.evaluate out/model other --samples 64     two models; also pass@1, 4, 16, 64
+python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
 
 Greedy and at TEMPERATURE, EVAL_POSITIONS questions, with 95 % intervals. The task, its data and settings are those of
@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import train
 from model import GPT
 from nanorook import hardware
-from nanorook.settings import fail, number
+from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
 from nanorook.task import load_items, make_questions, start_model
 
@@ -30,7 +30,6 @@ from nanorook.task import load_items, make_questions, start_model
 def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
-    p.add_argument("--samples", type=number(int, 0), default=0, help="answers to each question for pass@k")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
     settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
@@ -45,7 +44,7 @@ def main():
         _, held_out = load_items(train.task, train.DATA, model.config)
         count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
-        columns[title], _ = train.evaluate(model, questions, a.samples)
+        columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
     print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     print(table(skill_rows(columns), a.markdown))
 
