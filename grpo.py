@@ -76,11 +76,6 @@ def advantages(values, group_size, scale="none", best_of=1):
     return result.masked_fill(alike[:, None], 0).flatten(0, 1)
 
 
-def token_advantages(advantages, piece_mask):
-    """Advantages (N, K) of the pieces and the tokens (N, T, K) they judge -> the advantage (N, T) of each token."""
-    return (advantages[:, None] * piece_mask).sum(2)
-
-
 # ---- The policy loss ---------------------------------------------------------------------------------------
 
 

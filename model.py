@@ -166,8 +166,7 @@ class GPT(nn.Module):
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         self.trunk(tokens, positions, attend)
-        padding = positions >= lengths[:, None] - 1  # (B, P - 1)
-        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
+        bias = torch.where(positions < lengths[:, None] - 1, 0.0, -math.inf)[:, None, None]  # (B, 1, 1, P - 1)
         return Prefix([*layers.values()], lengths - 1, bias)
 
     def score(self, tokens, lengths, completions):
@@ -186,11 +185,8 @@ class GPT(nn.Module):
         return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend)
 
     def decode(self, tokens, prefix, cache, t):
-        """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
-
-        The cache holds keys and values of each layer, (B, H, G, K, D), and is written in place. t is a tensor (1,), so
-        that a CUDA graph can capture this.
-        """
+        """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t, a tensor (1,), of
+        the cache: keys and values of each layer, as grouped() lays them out."""
         B, slots = len(prefix.lengths), torch.arange(cache[0][0].shape[3], device=tokens.device)
         bias = torch.where(slots[None] <= t, 0.0, -math.inf)  # what is not written yet must not be seen
 

@@ -60,32 +60,33 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
     `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, is all
     that decides what is drawn; an answer does not depend on what is sampled beside it.
     """
-    alike = {}  # questions whose answers end by the same rules
+    alike = {}  # {what decides where answers end: the questions' numbers}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
     size = max(1, max_rows // group_size) if max_rows else len(questions)
-    for chosen in (part[i : i + size] for part in alike.values() for i in range(0, len(part), size)):
+    for rules, chosen in ((k, part[i : i + size]) for k, part in alike.items() for i in range(0, len(part), size)):
         some = [questions[i] for i in chosen]
         prompts = [prompt_ids(question.prompt, model.tokenizer) for question in some]
-        most_new = [min(limits[some[0].kind], model.config.n_positions - len(prompt)) for prompt in prompts]
+        most_new = [min(limits[rules[0]], model.config.n_positions - len(prompt)) for prompt in prompts]
         if min(most_new) < 1:
             fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                  f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
-        uniform = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
-        batch = generate(model, prompts, group_size, most_new, temperature, uniform, end_tokens(model, some[0]))
+        some_noise = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
+        ends = end_tokens(model.tokenizer, *rules)
+        batch = generate(model, prompts, group_size, most_new, temperature, some_noise, ends)
         asked = [question for question in some for _ in range(group_size)]
         rows = zip(asked, batch.tokens.tolist(), batch.completion_mask.sum(1).tolist(), batch.hit_limit.tolist())
         yield batch, [Answer(q, *detokenize(model.tokenizer, row[:length]), cut) for q, row, length, cut in rows]
 
 
-def end_tokens(model, question):
-    """{token: the first t at which it ends an answer to the question}; t counts an answer's tokens from 0."""
-    stop, tokenizer = question.stop.encode(), model.tokenizer
-    stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop in text]
+@functools.cache
+def end_tokens(tokenizer, kind, stop, stop_after):
+    """{token: the first t at which it ends an answer to a question}; t counts an answer's tokens from 0."""
+    stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop.encode() in text]
     if stop and not stops:
-        fail(f"no token of the model holds {question.stop!r}, the stop of {question.kind} questions, so it would "
-             "end no answer; use another stop, or none.")  # fmt: skip
-    return dict.fromkeys(stops, question.stop_after) | dict.fromkeys(tokenizer.ends, 0)
+        fail(f"no token of the model holds {stop!r}, the stop of {kind} questions, so it would end no answer; use "
+             "another stop, or none.")  # fmt: skip
+    return dict.fromkeys(stops, stop_after) | dict.fromkeys(tokenizer.ends, 0)
 
 
 def detokenize(tokenizer, tokens):
@@ -194,11 +195,9 @@ def draw(logprobs, uniform):
 
 
 def microbatches(batch, most_tokens, has_kl):
-    """Cuts a batch by length into parts of one group or several, with at most `most_tokens`, padding counted: [(part,
-    has_gradient), ...]. A KL gives each group a gradient, else only its advantages do; where nothing does, a forward
-    pass for the metrics is enough."""
-    B = len(batch.prompts)
-    G = len(batch.tokens) // B
+    """[(part, has_gradient), ...]: a batch cut by length, between groups, into parts of at most `most_tokens`, padding
+    counted. A KL gives each group a gradient, else only advantages do; the others are run for their metrics alone."""
+    B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
     without = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
     P, T, without = torch.stack([batch.prompt_lengths, T, without.long()]).tolist()  # GPU sync

@@ -106,7 +106,7 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
     if CONTROL == "shuffle":
         values = values[shuffled(answers, group_size, seed)]
     advantages = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
-    advantages = grpo.token_advantages(advantages, piece_mask) * (CONTROL != "zero")
+    advantages = (advantages[:, None] * piece_mask).sum(2) * (CONTROL != "zero")  # (N, T): of the pieces that judge it
     return batch._replace(advantages=advantages.to(batch.tokens.device))
 
 
@@ -305,8 +305,8 @@ def main():
     sampler = model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
-    signals = catch_signals()
-    while run.step < STEPS:
+    signals, stopping = catch_signals(), []
+    while run.step < STEPS and not stopping:
         # Questions and answers
         step, clock = run.step, [time.perf_counter()]
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
@@ -357,14 +357,14 @@ def main():
             evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)
-        if stopping and run.step < STEPS:
-            parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
-            sys.exit(128 + stopping[0])
-    finish(run, model, optimizers, eval_questions)
+    finish(run, model, optimizers, eval_questions, stopping)
 
 
-def finish(run, model, optimizers, eval_questions):
-    """The last evaluation, the table of held-out skill, the trained model."""
+def finish(run, model, optimizers, eval_questions, stopping):
+    """The last evaluation, the table of held-out skill, the trained model; of a run that was stopped none of them."""
+    if stopping and run.step < STEPS:
+        parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
+        sys.exit(128 + stopping[0])
     if "after" not in run.skill:
         evaluate_and_record(run, model, eval_questions, "after")
     if parallel.rank() == 0:

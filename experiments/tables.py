@@ -17,37 +17,31 @@ from experiments import seeds, variants
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|.*\n)*)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|[^\n]*\n)*)", re.DOTALL)
 
 
 def rows_of(file, names):
-    """The lines of a Markdown table: its head, the line below it, and the rows with these names."""
+    """The cells of a Markdown table: its head, the line below it, and the rows with these names."""
     found = seeds.read(ROOT / "experiments" / file)
     if "runs" in found and "task" in found:
         runs, controls = ([run for name, run in found["runs"].items() if name.startswith(kind)]
                           for kind in ("seed", "control"))  # fmt: skip
         text = seeds.table(runs, controls, found["shared"].values())
     else:
-        task = re.search(r"variants-(\w+)\.json", file)[1]
-        text = variants.show(variants.TABLES[task], found["runs"])
-    head, rule, *rows = text.splitlines()
-    by_name = {row.split("|")[1].strip(): row for row in rows}
-    if names != ["*"]:
-        rows = [by_name[name] for name in names]
-    return head, rule, rows
+        text = variants.show(found["runs"])
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+    by_name = {row[0]: row for row in rows}
+    return [head, ["---", *["---:"] * (len(rule) - 1)], *(rows if names == ["*"] else map(by_name.get, names))]
 
 
 def in_words(row):
-    return re.sub(r" T=(\S+)", lambda t: ", greedy" if t[1] == "0" else ", sampled", row, count=1)
+    name = re.sub(r" T=(\S+)", lambda t: ", greedy" if t[1] == "0" else ", sampled", row[0])
+    return f"| {' | '.join([name, *row[1:]])} |\n"
 
 
 def table(request):
-    result = []
-    for line in request.strip().splitlines():
-        file, names = line.split(": ", 1)
-        head, rule, rows = rows_of(file, names.split("; "))
-        result += [*([] if result else [head, rule]), *map(in_words, rows)]
-    return "\n".join(result) + "\n"
+    parts = [rows_of(file, names.split("; ")) for file, names in re.findall("(.+?): (.+)", request)]
+    return "".join(map(in_words, [*parts[0][:2], *(row for part in parts for row in part[2:])]))
 
 
 def rewritten(text):

@@ -17,7 +17,7 @@ import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, fail, values
-from nanorook.statistics import figure, interval, known
+from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned, prompt_text
 
 
@@ -35,6 +35,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     for kind in kinds_of(m):
         names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
         reward, highest, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
+        older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
+        falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
             ("red", cut_off > 0.8, f"most {kind} answers are cut off: raise their limit of new tokens"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and look at the samples"),
@@ -43,7 +45,7 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
              f"most {kind} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
             ("yellow", cut_off > 0.2, f"many {kind} answers are cut off: raise their limit of new tokens"),
             ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),
-            ("yellow", falls(past, f"{kind}/reward"), f"the {kind} reward falls: lower LR or raise KL_COEF"),
+            ("yellow", falls, f"the {kind} reward falls: lower LR or raise KL_COEF"),
         ]  # fmt: skip
     found = [{"state": state, "advice": advice} for state, wrong, advice in rules if wrong]
     return min(found, key=lambda rule: rule["state"], default={"state": "green", "advice": ""})  # red before yellow
@@ -70,15 +72,6 @@ def worst(m, name, pick):
     Where no kind has the metric the value is NaN, of which no comparison is true."""
     kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
     return pick(kinds, default=(math.nan, ""))
-
-
-def falls(past, name):
-    """Whether a metric's mean over the last 20 steps is below that of the 20 before, by more than chance explains."""
-    older, newer = ([row[name] for row in part if name in row] for part in (past[-40:-20], past[-20:]))
-    if len(past) < 40 or not older or not newer:
-        return False
-    (before, half), (after, other_half) = interval(older), interval(newer)
-    return before - after > max(0.05, half + other_half)
 
 
 def kinds_of(m):

@@ -253,10 +253,9 @@ SPECIAL = {  # moves that are asked about more often than games have them: where
 def illegal_move(board, rng):
     """A random illegal move, often one that is nearly legal: random squares are too easy to recognise."""
     own, other = board.occupied_co[board.turn], board.occupied_co[not board.turn]
-    if rng.random() < 0.25:  # leaves the king in check
-        unsafe = [move for move in board.generate_pseudo_legal_moves() if board.is_into_check(move)]
-        if unsafe:
-            return rng.choice(unsafe)
+    pseudo_legal = board.generate_pseudo_legal_moves() if rng.random() < 0.25 else ()
+    if unsafe := [move for move in pseudo_legal if board.is_into_check(move)]:  # leaves the king in check
+        return rng.choice(unsafe)
     while True:
         start = rng.choice(list(chess.SquareSet(rng.choice([own, own, own, other, ~board.occupied & chess.BB_ALL]))))
         ends = chess.SquareSet(chess.BB_ALL)

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from experiments import tables
 from rook.positions import Position
 from toy import ROOT
 
@@ -41,6 +42,19 @@ def anchors(file):
     """The names that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", tables.PAGES, ids=lambda file: file.name)
+def test_each_table_is_what_the_recorded_figures_give(file):
+    text = file.read_text()
+    assert tables.rewritten(text) == text, "python -m experiments.tables writes them anew"
+
+
+def test_a_table_comes_from_a_file_and_rows():
+    page = "# A\n\n<!-- table\nletters.json: letters last T=0\n-->\n\n| wrong |\n\nmore\n"
+    head, rule, row, *rest = tables.rewritten(page).splitlines()[6:]
+    before, after, *_ = (float(cell) for cell in row.split("|")[2:4])
+    assert row.startswith("| letters last, greedy ") and before < 30 < 90 < after and rest == ["", "more"]
 
 
 def test_the_docs_stay_few():

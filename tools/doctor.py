@@ -186,7 +186,8 @@ def completions(model, batch, samples):
     """Whether the mask and the tokens of a batch are those of the answers that were graded."""
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
-    expected, last = len(batch.prompts) * train.GROUP_SIZE, end_tokens(model, samples[0].question)
+    rules = samples[0].question.kind, samples[0].question.stop, samples[0].question.stop_after
+    expected, last = len(batch.prompts) * train.GROUP_SIZE, end_tokens(model.tokenizer, *rules)
     marks = [[i >= last.get(token, len(row)) for i, token in enumerate(row)] for row in rows]
     wrong = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
