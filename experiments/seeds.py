@@ -81,8 +81,8 @@ def shared(folders):
 
 
 def means(runs, name):
-    """(of each run the figure's means, one for each evaluation, whether they are shares and so in percent)"""
-    found = [[skill[name][0] for skill in run["skill"].values()] for run in runs]
+    """(of each run the means of a figure, wherever it was asked; whether they are shares, and so in percent)"""
+    found = [[skill[name][0] for skill in run["skill"].values() if name in skill] for run in runs]
     share = name.split(" ")[1] not in PAWNS and max(abs(mean) for run in found for mean in run) <= 1
     return [[100 * mean for mean in run] if share else run for run in found], share
 
@@ -91,7 +91,7 @@ def table(runs, controls, shared):
     """`shared`: of the runs and of the controls."""
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name in list(runs[0]["skill"].values())[-1]:
-        if all(name in skill for run in runs + controls for skill in run["skill"].values()):
+        if all(name in run["gain"] for run in runs + controls):  # asked before and after
             found, share = means(runs + controls, name)
             form, scale = (".1f", 100) if share else (".2f", 1)
             cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
@@ -102,23 +102,13 @@ def table(runs, controls, shared):
     return tables.table(rows, markdown=True)
 
 
-def pyplot():
-    """To draw into files. Only ./test.sh installs it."""
-    try:
-        import matplotlib
-    except ImportError:
-        fail("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
-    matplotlib.use("Agg")  # no window
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def draw(runs, controls, names, path):
     """A line for each run, and their mean; controls are grey."""
-    size = 4.2 * len(names), 3.4
-    figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, name in zip(axes[0], names):
+    from matplotlib.figure import Figure  # which only ./test.sh installs
+
+    figure = Figure(figsize=(4.2 * len(names), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names):
         drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
@@ -129,7 +119,7 @@ def draw(runs, controls, names, path):
         title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
+    axes[0].legend()
     figure.savefig(path, dpi=110)
 
 
@@ -152,8 +142,6 @@ def main():
     if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
         p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, recorded)  # before the first run: from now on the folder is of these settings
-    if a.curves:
-        pyplot()  # refuses where there is none
     found = {"seed": [], "control": []}
     for kind, count, control in (
         ("seed", a.seeds, "none"),

@@ -5,7 +5,7 @@ python -m rook.benchmark MODEL OTHER                    two models and their dif
 python -m rook.benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
 
 tools.evaluate asks the questions of a run's own task. Here all models get the same ones: whole policy and environment
-answers by sorts of positions and moves, mates, games against itself, and puzzles from files in three formats.
+answers, mates, games against itself, and puzzles from files in three formats.
 """
 
 import argparse
@@ -61,18 +61,9 @@ def measure(model, temperature, positions, puzzles, openings, tried):
 
     moves = [rewards.environment_question(position, rng, text_format) for position in positions]
     found = ask([rewards.policy_question(position, text_format) for position in positions]) | ask(moves)
-    boards, illegal = [chess.Board(position.fen) for position in positions], [move.truth[3] for move in moves]
-    by_board = {"White": [board.turn for board in boards], "Black": [not board.turn for board in boards]}
-    by_board["in check"] = [board.is_check() for board in boards]
-    best = [[chess.Move.from_uci(uci) for uci, _ in position.moves[:1]] for position in positions]
-    by_board["best move captures"] = [any(map(board.is_capture, moves)) for board, moves in zip(boards, best)]
-    by_move = {"legal move": [not wrong for wrong in illegal], "illegal move": illegal}
-    for name in ("policy legal", "policy best", "environment next_state", "environment truncated"):
-        for sort, chosen in (by_board if name.startswith("policy") else by_move).items():
-            found[f"{name}, {sort}"] = [*compress(found.get(name, ()), chosen)]
-    short = [position._replace(history=(), asked=None) for position in positions]  # the history is the move alone
+    short = [position._replace(history=(), asked=None) for position in positions]
     short = ask([rewards.environment_question(position, rng, text_format, illegal_share=0) for position in short])
-    found["environment next_state, legal move, short history"] = short["environment next_state"]
+    found["environment next_state, legal move without history"] = short["environment next_state"]
 
     for name, some in puzzles.items():
         asked = [puzzle_questions(puzzle, text_format) for puzzle in some]
@@ -84,9 +75,6 @@ def measure(model, temperature, positions, puzzles, openings, tried):
                 found[f"{row}, {band}"] = [*compress(found[row], (puzzle.band == band for puzzle in some))]
     if openings:
         found |= games.count("self", *games.play(model, openings, temperature))
-        starts = [games.START] * (len(openings) if temperature else 1)  # all would be the same game
-        lengths, _ = games.count("self", *games.play(model, starts, temperature)).values()
-        found["half-moves from the starting position"] = lengths
     return found
 
 

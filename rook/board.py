@@ -5,7 +5,7 @@ import re
 import chess
 import chess.svg
 
-from rook.positions import UCI, contract_board
+from rook.positions import UCI, contract_board, read_prompt
 
 BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # green, blue, amber, red
 
@@ -13,8 +13,8 @@ BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # green
 def draw(question, text):
     """Arrows are the moves of an answer: green the engine's best or a mate, blue another of its five or a check, amber
     legal, red illegal; the faint ones are candidates. Red squares differ from the true next position."""
-    fen, *asked = question.prompt[3:].removesuffix("M: ").strip().split("+")
-    shown, truth, wrong = chess.Board(contract_board(fen)), question.truth, {}
+    fen, asked = read_prompt(question.prompt)
+    shown, truth, wrong = chess.Board(fen), question.truth, {}
     colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn
     if asked:
         moves = {asked[0]: ""}
@@ -30,7 +30,7 @@ def draw(question, text):
         colours |= dict.fromkeys([*five, *truth.get("top5", ()), *truth.get("check", ())], FIVE)
         colours |= dict.fromkeys([*best, *truth.get("best", ()), *truth.get("mate", ())], BEST)
         listed, _, best = text.partition("B:")
-        if question.prompt.endswith("M: "):  # which asks for one move
+        if "M:" in question.prompt:  # which asks for one move
             listed, best = "", listed
         moves = dict.fromkeys(re.findall(UCI, listed), "59") | dict.fromkeys(re.findall(UCI, best)[:1], "")  # opacity
     ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}

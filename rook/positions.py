@@ -43,6 +43,12 @@ def contract_board(fen):
     return re.sub(r"\.+", lambda match: str(len(match[0])), board) + space + rest
 
 
+def read_prompt(prompt):
+    """(FEN, []) of a question about a position, (FEN, [move, recent moves, ""]) of one about a move."""
+    fen, *asked = prompt[3:].partition("M:")[0].strip().split("+")
+    return contract_board(fen), asked
+
+
 def mirror_fen(fen):
     """The same position with White and Black exchanged."""
     board, turn, castling, en_passant, *counters = fen.split(" ")
@@ -236,14 +242,20 @@ def load(source):
 
 # ---- Moves -------------------------------------------------------------------------------------------------
 
+SPECIAL = {  # moves that are asked about more often than games have them: where there are any, with this probability
+    "en_passant": (0.9, chess.Board.is_en_passant),
+    "promotion": (0.6, lambda board, move: bool(move.promotion)),
+    "castling": (0.5, chess.Board.is_castling),
+    "capture": (0.1, chess.Board.is_capture),
+}
+
 
 def illegal_move(board, rng):
     """A random illegal move, often one that is nearly legal: random squares are too easy to recognise."""
     own, other = board.occupied_co[board.turn], board.occupied_co[not board.turn]
-    if rng.random() < 0.25:  # leaves the king in check
-        unsafe = [move for move in board.generate_pseudo_legal_moves() if board.is_into_check(move)]
-        if unsafe:
-            return rng.choice(unsafe)
+    pseudo_legal = board.generate_pseudo_legal_moves() if rng.random() < 0.25 else ()
+    if unsafe := [move for move in pseudo_legal if board.is_into_check(move)]:  # leaves the king in check
+        return rng.choice(unsafe)
     while True:
         start = rng.choice(list(chess.SquareSet(rng.choice([own, own, own, other, ~board.occupied & chess.BB_ALL]))))
         ends = chess.SquareSet(chess.BB_ALL)
@@ -285,13 +297,21 @@ def environment_move(board, rng, illegal_share, best=None):
         endings.pop(None, None)
         if endings and rng.random() < 0.9:
             return rng.choice(rng.choice(list(endings.values()))).uci()
-    for share, kind in (
-        (0.9, board.is_en_passant),
-        (0.6, lambda move: move.promotion),
-        (0.5, board.is_castling),
-        (0.1, board.is_capture),
-    ):
-        special = [move for move in legal if kind(move)]
+    for share, is_special in SPECIAL.values():
+        special = [move for move in legal if is_special(board, move)]
         if special and rng.random() < share:
             return rng.choice(special).uci()
     return best if best and rng.random() < 0.3 else rng.choice(legal).uci()
+
+
+@functools.lru_cache(1000)  # the answers of a group have one question
+def groups(prompt):
+    """The groups that a question belongs to, whose results a mean over all questions would hide."""
+    fen, asked = read_prompt(prompt)
+    board = chess.Board(fen)
+    if not asked:
+        return ["in_check"] * board.is_check()
+    if asked[0] not in {move.uci() for move in board.legal_moves}:
+        return ["illegal"]
+    move, short = chess.Move.from_uci(asked[0]), len(asked[1].split()) < 10
+    return [name for name, (_, is_special) in SPECIAL.items() if is_special(board, move)] + ["short_history"] * short

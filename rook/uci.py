@@ -15,7 +15,6 @@ import torch
 
 from model import GPT
 from nanorook import hardware
-from nanorook.settings import fail
 from rewards import LIMITS, Question, chess_format, policy_prompt, start_model
 from rollout import pad_prompts, sample
 from rook.texts import policy_completion
@@ -108,9 +107,6 @@ def main():
     name = parser.parse_args().model or start_model()
     device, dtype = hardware.prepare()
     model = GPT.load(name).to(device).inference_copy(dtype)
-    prompt = model.tokenizer.encode(policy_prompt(chess.STARTING_FEN, chess_format(model.config)))
-    if model.config.n_positions - len(prompt) < LIMITS["policy"]:
-        fail(f"{name}: the model's positions leave too few tokens after a prompt for an answer.")
     board, temperature, waiting = chess.Board(), 0.0, None
     for line in sys.stdin.buffer:
         words = line.decode("ascii", "ignore").split()

@@ -31,7 +31,7 @@ def test_chess(capsys):
 
 
 def test_other_tasks(capsys, toy_model):
-    asked = toy.user_runs("-m", "tools.ask", toy_model, "k f q b t =", TASK="examples/letters.py").stdout
+    asked = output(capsys, toy_model, "k f q b t =", "TASK=examples/letters.py")
     assert asked.startswith('letters: k f q b t =\ntruth: "tqkfb"\n  greedy -> ')
     asked = output(capsys, toy_model, "37+58=", TOY)  # it has no `question`
     assert ": 37+58=\n  greedy ->" in asked and "truth:" not in asked and "\nnot graded: " in asked

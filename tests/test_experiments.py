@@ -88,13 +88,13 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
 
 
 def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, monkeypatch, capsys):
-    for name, table in variants.TABLES.items():
-        task = importlib.import_module(f"examples.{name}")
-        changed = {name for changes in (table.shared, *table.variants.values()) for name in changes}
+    for name, table in variants.VARIANTS.items():
+        task, shared = importlib.import_module(f"examples.{name}"), variants.SHARED[name]
+        changed = {name for changes in (shared, *table.values()) for name in changes}
         assert all(hasattr(train, name) or hasattr(task, name) for name in changed)
         recorded = seeds.read(seeds.ROOT / "experiments" / f"variants-{name}.json")
-        assert recorded["about"] == {"shared": table.shared, "variants": table.variants}
-        assert recorded["runs"].keys() == table.variants.keys()
+        assert recorded["about"] == {"shared": shared, "variants": table}
+        assert recorded["runs"].keys() == table.keys()
     made = []
 
     def run(folder, arguments):

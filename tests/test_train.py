@@ -15,14 +15,14 @@ from toy import ROOT, user_runs
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, few_positions):
-    out, arguments = tmp_path / "out", "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0"
+    out, arguments = tmp_path / "out", "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0 MIX_FIRST_RATIO=0.5"
     arguments += f" WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2 DATA={few_positions}"
     result = user_runs("train.py", *arguments.split(), OUT_DIR=str(out), SAVE_EVERY="1", MODELS="/srv/models")
     assert result.returncode == 0, result.stderr
     assert [row["step"] for row in toy.rows(out)] == [1, 2]
     assert "<html" in (out / "report.html").read_text().lower()
     assert sorted(folder.name for folder in out.glob(STEP)) == ["step-000001", "step-000002"]
-    assert {"policy reward T=0", "environment reward T=1"} <= {*json.loads((out / "skill.json").read_text())["after"]}
+    assert {"policy reward T=0", "moves reward T=1"} <= {*json.loads((out / "skill.json").read_text())["after"]}
     assert json.loads((out / "settings.json").read_text())["SAVE_EVERY"] == 1
     assert {"command", "commit", "machine", "dtype"} <= {*json.loads((out / "run.json").read_text())}
     assert "step 2/2 reward" in result.stdout and "● " in result.stdout
