@@ -365,9 +365,8 @@ def grade_environment(question, text):
         return [("malformed", MALFORMED)], metrics
     (fen, fen_span), (reward, reward_span), (over, over_span), (illegal, illegal_span) = answer
     fen, reward = contract_board(fen), float(reward)
-    metrics["structure"] = 1.0
-
-    metrics["next_state"] = fen == next_fen
+    metrics |= {"structure": 1.0, "next_state": fen == next_fen, "reward_match": reward == true_reward}
+    metrics |= {"terminated": (over == "1") == terminated, "truncated": (illegal == "1") == truncated}
     metrics["similarity"] = Levenshtein.normalized_similarity(fen, next_fen)
     pieces = [("structure", weights["structure"])]
     # Word by word: an edit distance between whole FENs may align one word with its neighbour, and a better word could
@@ -384,9 +383,6 @@ def grade_environment(question, text):
     pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
-    metrics["reward_match"] = reward == true_reward
-    metrics["terminated"] = (over == "1") == terminated
-    metrics["truncated"] = (illegal == "1") == truncated
     pieces.append(("reward", weights["reward"] * (1 - error / 2), reward_span))
     for name, span in (("reward_match", reward_span), ("terminated", over_span), ("truncated", illegal_span)):
         pieces.append((name, weights[name] * metrics[name], span))

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorook import settings, tables
-from nanorook.run import write
+from nanorook.run import finished, write
 from nanorook.settings import fail, number
 from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
 
@@ -57,11 +57,12 @@ def shared_settings(task, given):
 
 def run(folder, arguments):
     """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
-    if not (folder / "model").exists():
+    if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            if subprocess.Popen(command, cwd=ROOT, stdout=log).wait():  # run() would kill it after Ctrl-C
-                fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
+            subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it after Ctrl-C
+            if not finished(folder):  # whatever its verdict, which its exit code tells
+                fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
     gains = rounded({name: gain(first[name][2], last[name][2]) for name in last if name in first})
@@ -102,23 +103,13 @@ def table(runs, controls, shared):
     return tables.table(rows, markdown=True)
 
 
-def pyplot():
-    """To draw into files. Only ./test.sh installs it."""
-    try:
-        import matplotlib
-    except ImportError:
-        fail("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
-    matplotlib.use("Agg")  # no window
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def draw(runs, controls, names, path):
     """A line for each run, and their mean; controls are grey."""
-    size = 4.2 * len(names), 3.4
-    figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, name in zip(axes[0], names):
+    from matplotlib.figure import Figure  # which only ./test.sh installs
+
+    figure = Figure(figsize=(4.2 * len(names), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names):
         drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
             steps = [int(step) for step in some[0]["skill"]]
@@ -129,7 +120,7 @@ def draw(runs, controls, names, path):
         title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
+    axes[0].legend()
     figure.savefig(path, dpi=110)
 
 
@@ -152,8 +143,6 @@ def main():
     if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
         p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, recorded)  # before the first run: from now on the folder is of these settings
-    if a.curves:
-        pyplot()  # refuses where there is none
     found = {"seed": [], "control": []}
     for kind, count, control in (
         ("seed", a.seeds, "none"),

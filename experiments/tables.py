@@ -28,8 +28,7 @@ def rows_of(file, names):
                           for kind in ("seed", "control"))  # fmt: skip
         text = seeds.table(runs, controls, found["shared"].values())
     else:
-        task = re.search(r"variants-(\w+)\.json", file)[1]
-        text = variants.show(variants.TABLES[task], found["runs"])
+        text = variants.show(found["runs"])
     head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
     by_name = {row[0]: row for row in rows}
     return [head, ["---", *["---:"] * (len(rule) - 1)], *(rows if names == ["*"] else map(by_name.get, names))]

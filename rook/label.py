@@ -28,7 +28,7 @@ from pathlib import Path
 import chess
 from tqdm import tqdm
 
-from nanorook.settings import fail, number
+from nanorook.settings import fail, number, output_file
 from rook import positions
 from rook.stockfish import NODES, Engine, EngineError, find
 
@@ -139,8 +139,6 @@ def resume(file, header):
 
 def run(args):
     out, partial, path = args.out, f"{args.out}.partial", require()
-    if os.path.isdir(out):
-        fail(f"{out} is a folder; name a file in it.")
     if os.path.exists(out) and not os.path.exists(partial):
         fail(f"{out} is there already: delete it to make it again.")
     probe = Engine(path)
@@ -194,7 +192,7 @@ def run(args):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m rook.label", description="Label positions with Stockfish.")
-    parser.add_argument("out", metavar="OUT", help="the file to make; gzipped if its name ends in .gz")
+    parser.add_argument("out", metavar="OUT", type=output_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
     many, cores = number(int, 1), os.cpu_count()
     parser.add_argument("--positions", type=many, help="how many (default: 22000 from self-play, all from files)")
