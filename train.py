@@ -153,8 +153,7 @@ def update(model, reference, optimizers, batches, most_tokens):
     of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
     parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     longest = max(task.LIMITS.values())
-    normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
-    normalizer = parallel.total(normalizer.float())
+    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts))
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = {}  # over the tokens of all parts

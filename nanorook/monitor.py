@@ -32,7 +32,7 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
     ]
-    for kind in kinds_of(m):
+    for kind in sorted(kinds_of(m), key=lambda kind: m[f"{kind}/reward"]):  # the worst first
         names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
         reward, highest, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
         ended = bool(past) and past[0].get(f"{kind}/hit_limit", 1) < 0.2  # at the run's first step
