@@ -8,6 +8,7 @@ answers. A resumed run continues its record: in wandb by its id, which needs its
 import atexit
 import importlib
 import importlib.util
+import math
 import secrets
 
 from nanorook import settings
@@ -37,7 +38,8 @@ def skill_numbers(skill):
     for name, (mean, half, _) in skill.items():
         figure, _, heat = name.partition(" T=")
         name = f"held-out {'greedy' if heat == '0' else 'sampled'}/{figure}"
-        numbers |= {name: mean, f"{name}, low": mean - half, f"{name}, high": mean + half}
+        ends = {f"{name}, low": mean - half, f"{name}, high": mean + half} if half < math.inf else {}
+        numbers |= {name: mean} | ends
     return numbers
 
 
