@@ -65,13 +65,12 @@ def load_show(file):
 
 def head(run, title):
     """The verdict, whose first line begins with a state."""
-    lines = verdict(run.folder)
-    dot, state, *_ = lines[0].split()
-    lines[0] = lines[0].removeprefix(dot).lstrip().removeprefix(state).lstrip()
-    for i, line in enumerate(lines):
-        lead, colon, rest = line.partition(": ") if ": " in line else ("", "", line)
-        dot = f'<i class="{escape(state)}"></i>' * (i == 0)
-        title += f'<p class="verdict">{dot}<b>{escape(lead + colon)}</b>{escape(rest)}</p>'
+    first, *others = verdict(run.folder)
+    _, state, first = first.split(None, 2)
+    for line in (first, *others):
+        lead, colon, rest = escape(line).partition(": ")
+        dot = f'<i class="{escape(state)}"></i>' * (line is first)
+        title += f'<p class="verdict">{dot}' + (f"<b>{lead}:</b> {rest}" if colon else lead) + "</p>"
     return title
 
 
@@ -281,7 +280,7 @@ def ticks(low, high, count):
     step = min((factor * 10.0**power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / wanted)))
     form = f",.{max(0, -math.floor(math.log10(step) + 1e-6))}f" if 1e-5 < step < 1e6 else ".3g"
     marks = (i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1))
-    return [(mark, f"{mark:{form}}" if mark else "0") for mark in marks]
+    return [(mark, f"{mark:{form}}".replace("e-0", "e-") if mark else "0") for mark in marks]
 
 
 # ---- Samples -----------------------------------------------------------------------------------------------
