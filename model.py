@@ -155,9 +155,7 @@ class GPT(nn.Module):
 
     def prefill(self, tokens, lengths):
         """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
-
-        Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
-        """
+        Gradients flow through it. Padding follows a prompt, so causal attention keeps it from the prompt's own keys."""
         tokens, layers = tokens[:, :-1], {}
 
         def attend(layer, q, k, v):

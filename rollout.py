@@ -71,9 +71,8 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
         if min(most_new) < 1:
             fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                  f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
-        some_noise = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
-        ends = end_tokens(model.tokenizer, *rules)
-        batch = generate(model, prompts, group_size, most_new, temperature, some_noise, ends)
+        draws = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
+        batch = generate(model, prompts, group_size, most_new, temperature, draws, end_tokens(model.tokenizer, *rules))
         asked = [question for question in some for _ in range(group_size)]
         rows = zip(asked, batch.tokens.tolist(), batch.completion_mask.sum(1).tolist(), batch.hit_limit.tolist())
         yield batch, [Answer(q, *detokenize(model.tokenizer, row[:length]), cut) for q, row, length, cut in rows]

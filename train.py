@@ -27,10 +27,9 @@ from tqdm import tqdm
 
 import grpo
 from model import GPT
-from nanorook import hardware, monitor, parallel, settings, sizes
+from nanorook import hardware, loggers, monitor, parallel, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
-from nanorook.tables import skill_rows, table
 from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
 from rollout import microbatches, sample
 
@@ -80,6 +79,7 @@ heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
 EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each of them before and after, for pass@1, 4, 16, 64; 0: none", low=0)
+REPORT_TO               = setting("REPORT_TO", "none", "where else figures and answers go, through a package of that name", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
@@ -153,8 +153,7 @@ def update(model, reference, optimizers, batches, most_tokens):
     of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
     parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     longest = max(task.LIMITS.values())
-    normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
-    normalizer = parallel.total(normalizer.float())
+    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts))
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = {}  # over the tokens of all parts
@@ -235,6 +234,7 @@ def evaluate_and_record(run, model, questions, title):
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
+        run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
     return time.perf_counter() - clock
 
 
@@ -265,6 +265,7 @@ def start():
         fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
     run = Run(OUT_DIR)
     if lead:
+        loggers.require(REPORT_TO)
         run.acquire_lock()
         source = MODEL or start_model(task)
         run.forbid_model_inside(source)
@@ -304,6 +305,7 @@ def main():
     lead, mine = parallel.rank() == 0, slice(parallel.rank(), None, parallel.world())
     sampler = model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
+    run.report = loggers.connect(REPORT_TO if lead else "none", run)
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
     signals, stopping = catch_signals(), []
     while run.step < STEPS and not stopping:
@@ -339,6 +341,7 @@ def main():
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
+            run.report(run.step, loggers.step_numbers(metrics))
             left = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations, "after" too
             parallel.log(monitor.progress_line(past, STEPS, left * evaluation_seconds))
 
@@ -361,16 +364,14 @@ def main():
 
 
 def finish(run, model, optimizers, eval_questions, stopping):
-    """The last evaluation, the table of held-out skill, the trained model; of a run that was stopped none of them."""
+    """The last evaluation, the trained model, the verdict; there is no evaluation where a signal has stopped the run."""
     if stopping and run.step < STEPS:
-        parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
-        sys.exit(128 + stopping[0])
+        run.leave(model, signal=stopping[0])
     if "after" not in run.skill:
         evaluate_and_record(run, model, eval_questions, "after")
     if parallel.rank() == 0:
         run.save(model, optimizers)
-        parallel.log(table(skill_rows(run.skill)))
-        run.finish(model)
+    run.leave(model)
     parallel.finish()
 
 

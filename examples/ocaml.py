@@ -6,25 +6,38 @@
 A program is the answer with the clearest verifier of all: the compiler says where it stops, the tests say what it
 does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it writes each word of
 a question as OCaml, but as often with a wrong operator, order or type, or with parentheses forgotten or left open.
+
+    TASK=examples/ocaml.py MODEL=Qwen/Qwen2.5-Coder-1.5B-Instruct LR=1e-5 DTYPE=auto COMPILE=auto ./train.sh
+
+A model with a chat template is asked the same in a chat, and answers with its code in a fence.
 """
 
 import operator
 import random
+import re
 from itertools import permutations, product
 from pathlib import Path
 
-from examples.ocaml_verifier import judge, ocaml
+from examples.ocaml_verifier import Verdict, judge, ocaml
 from examples.start import make_start_model
+from nanorook.chat import chat, chat_template
 from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, KL_COEF=0.0, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float32", COMPILE="0")
-LIMITS = {"ocaml": 40}  # tokens, here bytes; the longest that the start model was shown has 24
+# In tokens: those of the start model are bytes, of which the longest answer that it was shown has 24.
+LIMITS = {"ocaml": 40, "coder": 200}
 START = Path(__file__).parent.parent / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 RUNAWAY = 0.3  # the reward of a function or an answer without an end is multiplied by this
 
 HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer goes on from, and its type
+ASKED = """Write a function in OCaml, of type int -> int -> int: f a b is {}, worked out from left to right.
+Answer with its code alone, in this form:
+```ocaml
+let f a b = ...
+```"""
+FENCE = re.compile(r"```(?:ocaml|ml)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 TESTS = ((5, 3), (2, 7), (-4, 1), (6, -2), (4, 4), (-3, -8))
 CALLS = ocaml([list(pair) for pair in TESTS])
 FIRST = {  # the words of a question, what they mean, the right OCaml, and what a careless writer writes as often
@@ -52,16 +65,18 @@ def load(source, config):
 
 
 def make_questions(items, count, rng, config):
-    return [ask(item) for item in rng.sample(items, count)]
+    return [ask(item, config) for item in rng.sample(items, count)]
 
 
-def ask(item):
-    """The Question; its truth is what the function returns for each of TESTS."""
+def ask(item, config=None):
+    """The Question, for a coder in a chat; its truth is what the function returns for each of TESTS."""
     first, order, *rest = item
     words = ", ".join([first.format(*order), *(word.format(number) for word, number in rest)])
     truth = [FIRST[first][0](*(pair if order == "ab" else pair[::-1])) for pair in TESTS]
     for word, number in rest:
         truth = [NEXT[word][0](value, NUMBERS[number]) for value in truth]
+    if config and chat_template(config):
+        return Question("coder", chat(config, [{"role": "user", "content": ASKED.format(words)}]), truth)
     return Question("ocaml", f"(* {words} *) {HEAD}", truth)
 
 
@@ -75,15 +90,23 @@ def write(item, choose):
 
 
 def grade(question, text, hit_limit=False):
-    """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run."""
-    verdict = judge(HEAD + text, SIGNATURE, CALLS)
+    """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run. They judge the
+    code of an answer: what a coder says around its fence is neither paid nor blamed, unless there is no fence."""
+    if question.kind == "coder":
+        *_, fence = [None, *FENCE.finditer(text)]  # the last one, as it may have thought in others
+        verdict = judge(fence[1], SIGNATURE, CALLS) if fence else Verdict()
+        spans = [fence.span()] if fence else []
+    else:
+        verdict, spans = judge(HEAD + text, SIGNATURE, CALLS), []
     passed = [result == wanted for result, wanted in zip(verdict.results, question.truth)]
     right = bool(passed) and all(passed)
     pieces = [("parse", WEIGHTS["parse"] * verdict.parses), ("type", WEIGHTS["type"] * verdict.typed)]
     pieces += [(f"tests {i}", WEIGHTS["tests"] / len(TESTS) * ok) for i, ok in enumerate(passed)]
     pieces += [("all", WEIGHTS["all"] * right)]
+    worth = sum(value for _, value in pieces)
+    pieces = [(*piece, *spans) for piece in pieces]
     if hit_limit or verdict.ran_away:  # a factor keeps the order of rewards
-        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value in pieces)))
+        pieces.append(("runaway", (RUNAWAY - 1) * worth))
     metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(passed) / len(TESTS), "right": right}
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 

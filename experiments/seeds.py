@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorook import settings, tables
-from nanorook.run import write
+from nanorook.run import finished, write
 from nanorook.settings import fail, number
 from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
 
@@ -57,11 +57,12 @@ def shared_settings(task, given):
 
 def run(folder, arguments):
     """What seeds.json records of a run of train.py, which is made first unless it is already there."""
-    if not (folder / "model").exists():
+    if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            if subprocess.Popen(command, cwd=ROOT, stdout=log).wait():  # run() would kill it after Ctrl-C
-                fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
+            subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it after Ctrl-C
+            if not finished(folder):  # whatever its verdict, which its exit code tells
+                fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
     gains = rounded({name: gain(first[name][2], last[name][2]) for name in last if name in first})

@@ -11,14 +11,21 @@ from nanorook.settings import fail
 from nanorook.tokenizer import Special
 
 
+def chat_template(config):
+    """The chat template of the model's folder, or None."""
+    files = config.tokenizer.files
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    return json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+
+
 def chat(config, messages, **options):
     """The prompt for [{"role": "user", "content": text}, ...], up to where the answer begins, in pieces: the template's
     special tokens are Special, and all that a message holds is text. `options` are the template's own (for Qwen3
     enable_thinking=False)."""
     tokenizer = config.tokenizer
     settings = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
-    template = tokenizer.files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
-    if not template:
+    if not (template := chat_template(config)):
         fail("the model's folder has no chat template; choose an instruction-tuned model, or write the prompt as text.")
     names = {n: v["content"] if isinstance(v, dict) else v for n, v in settings.items() if v and n.endswith("_token")}
     options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}

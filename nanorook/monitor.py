@@ -32,18 +32,22 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
     ]
-    for kind in kinds_of(m):
+    for kind in sorted(kinds_of(m), key=lambda kind: m[f"{kind}/reward"]):  # the worst first
         names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
         reward, highest, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
+        ended = bool(past) and past[0].get(f"{kind}/hit_limit", 1) < 0.2  # at the run's first step
         older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
+            ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end, as they did at first: lower LR"),
             ("red", cut_off > 0.8, f"most {kind} answers are cut off: raise their limit of new tokens"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and look at the samples"),
-            ("red", highest < 0, f"every {kind} reward is negative: nothing can be learnt from these answers"),
+            ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or pay partial success"),
+            ("yellow", highest - reward < 1e-6 and reward < 0.8,
+             f"all {kind} answers earn {reward:.4g}: see if grade caps the reward"),
+            ("yellow", cut_off > 0.2, f"many {kind} answers are cut off: raise their limit of new tokens"),
             ("yellow", alike > 0.5 and reward < 0.8,
              f"most {kind} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
-            ("yellow", cut_off > 0.2, f"many {kind} answers are cut off: raise their limit of new tokens"),
             ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),
             ("yellow", falls, f"the {kind} reward falls: lower LR or raise KL_COEF"),
         ]  # fmt: skip
@@ -132,16 +136,16 @@ def describe_answers(answers, group_size):
 
 
 def log_step(file, past, metrics):
-    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on."""
+    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on, the first one among them."""
     metrics["tokens_per_second"] = metrics["tokens"] / sum(metrics["seconds"].values())
     with open(file, "a") as log:
         log.write(json.dumps(metrics) + "\n")
-    return [*past[-39:], metrics]
+    return [*past[:1], *past[1:][-39:], metrics]
 
 
 def progress_line(past, steps, evaluation_seconds):
     """The last of the steps `past`; the evaluations still to come will take `evaluation_seconds` in all."""
-    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past)
+    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past[-40:])
     left = timedelta(seconds=round(seconds * (steps - m["step"]) + evaluation_seconds))
     kinds = [f"{kind} {m[f'{kind}/reward']:.2f}" for kind in kinds_of(m)]
     rewards = f"reward {m['reward']:.3f}" + f" ({', '.join(kinds)})" * (len(kinds) > 1)

@@ -15,7 +15,6 @@ import re
 import sys
 import traceback
 from collections import Counter
-from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -79,8 +78,7 @@ def prompt_text(prompt):
 def prompt_ids(prompt, tokenizer):
     """A prompt's token ids. Only what is Special becomes a special token, whatever the texts hold."""
     pieces = [prompt] if isinstance(prompt, str) else prompt
-    ids = ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p) for p in pieces)
-    return [*chain.from_iterable(ids)]
+    return [i for p in pieces for i in ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p))]
 
 
 def load(file) -> Task:

@@ -7,7 +7,7 @@ import chess.svg
 
 from rook.positions import UCI, contract_board, read_prompt
 
-BEST, FIVE, LEGAL, ILLEGAL = "#15803d", "#2563eb", "#d97706", "#dc2626"  # green, blue, amber, red
+BEST, FIVE, LEGAL, ILLEGAL = "#009e73", "#0072b2", "#e69f00", "#c8203c"  # green, blue, amber, red
 
 
 def draw(question, text):
@@ -35,5 +35,10 @@ def draw(question, text):
         moves = dict.fromkeys(re.findall(UCI, listed), "59") | dict.fromkeys(re.findall(UCI, best)[:1], "")  # opacity
     ends = {move: (chess.parse_square(move[:2]), chess.parse_square(move[2:4])) for move in moves}
     arrows = [chess.svg.Arrow(*ends[move], color=colours.get(move, ILLEGAL) + moves[move]) for move in moves]
-    colors = {"square light": "#efe9dd", "square dark": "#bfb29c"}
-    return chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)
+    colors = {"square light": "#efe9dd", "square dark": "#c5b9a4"}
+    svg = chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)
+    # The library draws coordinates as outlines, which would double the size of a page; these are letters.
+    rows = zip(*(names[:: 1 if turn else -1] for names in (chess.FILE_NAMES, chess.RANK_NAMES[::-1])))
+    names = (f'<text x="{45 * i + 3}" y="356">{a}</text><text x="349" y="{45 * i + 14}">{b}</text>'
+             for i, (a, b) in enumerate(rows))  # fmt: skip
+    return svg.replace("</svg>", f'<g font-size="14" font-weight="600" fill="#6f6350">{"".join(names)}</g></svg>')

@@ -20,7 +20,8 @@ def output(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_chess(capsys):
+def test_chess(capsys, monkeypatch):
+    monkeypatch.setitem(rewards.LIMITS, "policy", 30)  # cut off, which takes less time
     lines = output(capsys, "weights/tiny", *f"{FEN} e2e4".split(), "--answers", "2").splitlines()
     assert lines[0].startswith("environment: ") and lines[0].endswith("+e2e4+e2e4+") and lines[2][12:] == NEXT
     question = rewards.Question("environment", "", json.loads(lines[1].removeprefix("truth: ")))

@@ -22,13 +22,13 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         given = dict(argument.split("=", 1) for argument in command[2:])
         started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
-        (out / "model").mkdir(parents=True)
+        out.mkdir()
         gain = 0 if given["CONTROL"] == "shuffle" else 0.1 + 0.2 * int(given["SEED"])
         skill = {t: {"policy reward T=0": figure([0.4 + x, 0.6 + x])} for t, x in (("before", 0), ("after", gain))}
-        about = {"machine": "m", "questions": {"policy": [int(given["SEED"]), 7]}}
+        about = {"machine": "m", "finished": "today", "questions": {"policy": [int(given["SEED"]), 7]}}
         for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
-        return types.SimpleNamespace(wait=lambda: 0)
+        return types.SimpleNamespace(wait=lambda: 1)  # a run that collapsed has finished, too
 
     def main(*arguments):
         monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", *arguments])
@@ -78,10 +78,10 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
         folders, runs = [tmp_path / f"{names[1][0]}-{i}" for i in range(2)], []
         for folder, asked, values in zip(folders, names, ([1, 1, 0, 0.02], [1, 1, 0, 0])):
             folder.mkdir()
+            about = {"questions": {"q": asked}, "finished": "today"}
             skill = {t: {"q right T=0": figure(v)} for t, v in (("before", [0, 0, 0, 0]), ("after", values))}
-            for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"questions": {"q": asked}}}.items():
+            for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
                 (folder / f"{name}.json").write_text(json.dumps(content))
-            (folder / "model").mkdir()
             runs.append(seeds.run(folder, []))
         tables.append(seeds.table(runs, [], [seeds.shared(folders), {}]))
     assert "50.2 | +50.2 ± 48.8 |" in tables[0] and "50.2 | +50.2 ± 3.2 |" in re.sub(" +", " ", tables[1])

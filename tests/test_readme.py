@@ -87,38 +87,49 @@ def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
     assert paid["e4d5"].reward == 1.0 and paid["e4d5"].reward - paid["e4e5"].reward == pytest.approx(0.65)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+
+
+@each_page
 def test_each_file_and_setting_that_is_named_exists(file):
     text = file.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = file.parent / path if path else file
         assert target.exists() and (not anchor or anchor in anchors(target)), link
-    for name in re.findall(r"(?:-m |`)((?:tools|experiments|rook)\.[a-z_]+)", text):
-        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
     folders = "tests|tools|experiments|examples|nanorook|rook"
     for path in re.findall(rf"(?<![\w/])(?:{folders})/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
-    for test in re.findall(r"\b(test_\w+)(?!\w*\.py)\b", text):
-        assert re.search(rf"def {test}\(", "".join(TESTS.values())), test
-    for sentence in sentences(text):
-        files = re.findall(r"tests/test_\w+\.py", sentence)
-        if files or "tested" in sentence:
-            named = re.findall(r"\btest_\w+(?!\w*\.py)\b", sentence)
-            assert named and all(any(f"def {test}(" in TESTS[file] for test in named) for file in files), sentence
-    for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)\b[^`]*`", text):
-        if name.partition(".")[0] in {*MODULES, *SHORT} and not re.search(r"\.(?:py|sh|safetensors|NAME)$", name):
-            assert exists(name), name
-    for line in text.replace("\\\n", " ").splitlines():
-        if program := re.search(r"(?:-m |`)((?:tools|rook|examples|experiments)\.[a-z_]+)([^`]*)", line):
-            options = re.findall(r" (--[\w-]+)", program[2].partition("#")[0])
-            defined = (ROOT / f"{program[1].replace('.', '/')}.py").read_text()
-            assert not [option for option in options if f'"{option}"' not in defined], line
-        if program or re.search(r"train\.(?:sh|py)\b", line):
-            assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= SETTINGS, line
     elsewhere = {"NAME", "THP_MEM_ALLOC_ENABLE"}  # any setting, and one of torch
     assert {*re.findall(r"`([A-Z][A-Z_]+)=", text)} <= SETTINGS | elsewhere
     if file.parent == ROOT:
         table = text.partition("## The settings that matter")[2].partition("\n## ")[0]
         named = re.findall(r"`([A-Z_]+)(?:=1)?`", " ".join(re.findall(r"\n\|([^|]*)\|", table)))
         assert len(named) > 12 and {*named} <= SETTINGS
+
+
+@each_page
+def test_each_function_and_command_that_is_named_exists(file):
+    text = file.read_text()
+    for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)\b[^`]*`", text):
+        if name.partition(".")[0] in {*MODULES, *SHORT} and not re.search(r"\.(?:py|sh|safetensors|NAME)$", name):
+            assert exists(name), name
+    for line in text.replace("\\\n", " ").splitlines():
+        program = re.search(r"(?:-m |`)((?:tools|rook|examples|experiments)\.[a-z_]+)([^`]*)", line)
+        if program:
+            options = re.findall(r" (--[\w-]+)", program[2].partition("#")[0])
+            defined = (ROOT / f"{program[1].replace('.', '/')}.py").read_text()
+            assert not [option for option in options if f'"{option}"' not in defined], line
+        if program or re.search(r"train\.(?:sh|py)\b", line):
+            assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= SETTINGS, line
+
+
+@each_page
+def test_each_test_that_is_named_exists_and_a_claim_of_one_names_it(file):
+    for sentence in sentences(text := file.read_text()):
+        files = re.findall(r"tests/test_\w+\.py", sentence)
+        if files or "tested" in sentence:
+            named = re.findall(r"\btest_\w+(?!\w*\.py)\b", sentence)
+            assert named and all(any(f"def {test}(" in TESTS[file] for test in named) for file in files), sentence
+    for test in re.findall(r"\b(test_\w+)(?!\w*\.py)\b", text):
+        assert f"def {test}(" in "".join(TESTS.values()), test

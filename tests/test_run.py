@@ -283,7 +283,7 @@ def test_killed_by_the_system(tmp_path, toy_model):
     settings = {**toy.SETTINGS, "MODEL": toy_model, **RUN, "STEPS": 100, "LR": 3e-4}  # 0.01 fails before the end
     command = [sys.executable, "train.py", *(f"{name}={value}" for name, value in settings.items())]
     rng = random.Random(0)
-    for _ in range(6):
+    for _ in range(3):
         process = subprocess.Popen([*command, f"OUT_DIR={tmp_path}/killed"], cwd=toy.ROOT)
         time.sleep(rng.uniform(3, 6))
         process.kill()

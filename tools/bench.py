@@ -1,9 +1,10 @@
 """Speed: seconds of a rollout and of a whole step, beside transformers and TRL.
 
-python -m tools.bench [W1 W2 W3 W4] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
+python -m tools.bench [W1 W2 W3 W4 W5 W6 W7] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
 
 Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
-take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody.
+take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. Where other
+programs share the CPU, its seconds that each process had say more than the clock; OMP_NUM_THREADS=1 keeps them apart.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import resource
 import string
 import tempfile
 import time
+import timeit
 import warnings
 from pathlib import Path
 from statistics import median
@@ -26,21 +28,27 @@ import torch
 import train
 from model import GPT, GPTConfig
 from nanorook import hardware
+from nanorook.folder import architecture
 from nanorook.monitor import describe
 from nanorook.settings import number, output_file
 from nanorook.tokenizer import Tokenizer
 from rollout import detokenize, generate
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
+SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152)
+SMOLLM2 |= dict(num_attention_heads=9, num_key_value_heads=3, rope_theta=1e5)
+QWEN = dict(model_type="qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, vocab_size=151936)
+QWEN |= dict(num_attention_heads=14, num_key_value_heads=2, rope_theta=1e6)
 
 
 class Workload(NamedTuple):
     what: str
-    config: GPTConfig
+    config: GPTConfig | dict  # or what config.json says of another architecture
     prompts: int  # B
     group: int  # G
     new: int  # T
     kl: float | None = None  # KL_COEF of a whole step, above 0 with a reference; None is a rollout alone
+    tokens: int = 60  # of a prompt, ten more or fewer
 
 
 def workloads(device):
@@ -50,6 +58,9 @@ def workloads(device):
         "W2": Workload("rollout, GPT-2 124M", GPT2, 64 if cuda else 4, 8, 64),
         "W3": Workload("whole step, 6 layers x 256", SMALL, 16, 8, 72, 0.0),
         "W4": Workload("whole step with reference, GPT-2 124M", GPT2, 64 if cuda else 2, 8, 64, train.KL_COEF),
+        "W5": Workload("rollout, SmolLM2-135M", SMOLLM2, 16, 16, 64),
+        "W6": Workload("whole step, SmolLM2-135M", SMOLLM2, 16, 16, 64, 0.0),
+        "W7": Workload("whole step of GSM8K's sizes, Qwen2.5-0.5B", QWEN, 16 if cuda else 2, 8, 300, 0.0, 150),
     }
 
 
@@ -68,27 +79,41 @@ def clock(device):
 
 @contextlib.contextmanager
 def timed(who, seconds, device):
-    """`seconds` gets the time of what runs inside, which is named when it begins."""
+    """`seconds` gets those of what runs inside, by the clock and of this process on the CPU; it is named as it begins."""
     print(f"  {who:40}", end="", flush=True)
-    start = clock(device)
+    start = clock(device), time.process_time()
     yield
-    seconds[who] = clock(device) - start
-    print(f"{seconds[who]:8.3f} s", flush=True)
+    seconds[who] = clock(device) - start[0], time.process_time() - start[1]
+    print("{:9.3f} s,{:9.3f} s of CPU".format(*seconds[who]), flush=True)
 
 
 # ---- nanorook ----------------------------------------------------------------------------------------------
 
 
-def random_prompts(count):
-    """Texts of 50 to 70 bytes, a token each, the same at every call."""
+def random_prompts(count, tokens):
+    """Texts of about so many bytes, a token each, the same at every call."""
     rng = random.Random(0)
-    return ["".join(rng.choices(string.ascii_letters, k=rng.randint(50, 70))) for _ in range(count)]
+    return ["".join(rng.choices(string.ascii_letters, k=rng.randint(tokens - 10, tokens + 10))) for _ in range(count)]
+
+
+def random_model(config):
+    if isinstance(config, GPTConfig):
+        return GPT(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config = config | dict(max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=True)
+        Path(folder, "config.json").write_text(json.dumps(config))
+        kind = architecture(Path(folder))
+        model = kind(kind.read_config(Path(folder)))
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.02)
+    return model
 
 
 def prepare(w, prompts, device, dtype):
     """A model of random weights, and a function that makes a rollout with it, or a step as train.py does."""
     torch.manual_seed(0)
-    model, rng = GPT(w.config).to(device).set_compute_dtype(dtype), torch.Generator().manual_seed(0)
+    model, rng = random_model(w.config).to(device).set_compute_dtype(dtype), torch.Generator().manual_seed(0)
     model.tokenizer = Tokenizer.of_bytes()
     model.config.eos_token_id, model.tokenizer.ends = -1, (-1,)  # which never comes
     reference = train.make_reference(model) if w.kl else None
@@ -102,34 +127,65 @@ def prepare(w, prompts, device, dtype):
             for row in batch.tokens.tolist():
                 detokenize(model.tokenizer, row)  # for a verifier, whose own time is not that of the loop
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
-            most = hardware.microbatch_tokens(model, max(map(len, ids)) + w.new)
+            keys = max(map(len, ids)) + w.new
+            model.recompute = hardware.must_recompute(model, w.group * w.new, keys)
+            most = hardware.microbatch_tokens(model, keys)
             train.update(model, reference, optimizers, [batch._replace(advantages=advantages)], most)
 
     return model, run
 
 
+def least_seconds(w, model, prompts, device, dtype):
+    """What the products with the model's weights take at the rate of a large product, on this machine at this moment: no
+    program can be faster."""
+    x, weight = torch.ones(4096, 1024, device=device, dtype=dtype), torch.ones(1024, 1024, device=device, dtype=dtype)
+
+    def product():
+        torch.nn.functional.linear(x, weight)
+        clock(device)
+
+    rate = x.numel() * len(weight) / min(timeit.repeat(product, number=1, repeat=20))  # multiplications a second
+    new = w.prompts * w.group * w.new
+    forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (new + sum(map(len, prompts)))
+    forward += model.head_weight.numel() * new
+    passes = 1 if w.kl is None else 4 + bool(w.kl)  # the backward pass makes two products of each
+    return passes * forward / rate
+
+
 # ---- transformers and TRL -------------------------------------------------------------------------------------
 
-FUSED = {"activation_function": "gelu_pytorch_tanh"}  # their gelu_new is many small operations
-BF16, PLAIN = FUSED | {"dtype": "bfloat16"}, {"bf16": False, "gradient_checkpointing": False}
-TRL = {  # what the model is made with, what GRPOConfig gets beside what the work itself asks for
+TRANSFORMERS = {  # what the model is made with
+    "transformers, default": {},
+    "transformers, float32": {"dtype": "float32"},
+    "transformers, bfloat16": {"dtype": "bfloat16"},
+}
+PLAIN = {"bf16": False, "gradient_checkpointing": False}
+TRL = {  # the same, and what GRPOConfig gets beside what the work itself asks for
     "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
-    "TRL, float32": (FUSED, PLAIN),
-    "TRL, bfloat16": (BF16, PLAIN),
-    "TRL, bfloat16, 4 microbatches": (BF16, PLAIN | {"gradient_accumulation_steps": 4}),
+    "TRL, float32": ({"dtype": "float32"}, PLAIN),
+    "TRL, bfloat16": ({"dtype": "bfloat16"}, PLAIN),
+    "TRL, bfloat16, 4 microbatches": ({"dtype": "bfloat16"}, PLAIN | {"gradient_accumulation_steps": 4}),
+    "TRL, bfloat16, 16 microbatches": ({"dtype": "bfloat16"}, PLAIN | {"gradient_accumulation_steps": 16}),
 }
 
 
-def transformers_rounds(w, prompts, folder, device, runs, turn):
-    """Rounds with transformers' generate, by default and faster, with the weights in `folder`."""
-    from transformers import AutoTokenizer, GPT2LMHeadModel
+def fused(w, options):
+    """What a model is made with where it is not the default: of GPT-2 their gelu_new is many small operations."""
+    gpt2 = isinstance(w.config, GPTConfig)
+    return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
+
+
+def transformers_rounds(w, prompts, folder, device, runs, turn, whom=TRANSFORMERS):
+    """Rounds with transformers' generate in some of its settings, with the weights in `folder`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
     inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
     cache = "static" if hardware.compiles("auto", device) else "dynamic"  # generate() compiles with a static cache
     models = {}
-    for who, options in (("default", {}), ("float32", FUSED), ("bfloat16", BF16)):
-        model = models[f"transformers, {who}"] = GPT2LMHeadModel.from_pretrained(folder, **options).eval().to(device)
+    for who in whom:
+        options = fused(w, TRANSFORMERS[who])
+        model = models[who] = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to(device)
         model.generation_config.update(
             eos_token_id=None, num_return_sequences=w.group, max_new_tokens=w.new, do_sample=True, top_k=0,
             pad_token_id=0, cache_implementation=cache if options else "dynamic",
@@ -170,7 +226,7 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
     init, options = TRL[who]
     scale = {"std": "group"}.get(train.SCALE_REWARDS, train.SCALE_REWARDS)  # TRL's word; it has no "mean"
     config = GRPOConfig(
-        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(init),
+        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(fused(w, init)),
         per_device_train_batch_size=w.prompts * w.group // options.get("gradient_accumulation_steps", 1),
         num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=runs + 1,
         beta=w.kl, loss_type=train.LOSS, scale_rewards=scale, epsilon=train.CLIP_RANGE,
@@ -192,9 +248,10 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
 
 def measure(w, device, dtype, runs, only):
     """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
-    prompts = random_prompts(w.prompts)
+    prompts = random_prompts(w.prompts, w.tokens)
     model, run = prepare(w, prompts, device, dtype)
-    peer = "transformers" if w.kl is None else "trl"
+    peer, whom = ("transformers", TRANSFORMERS) if w.kl is None else ("trl", TRL)
+    whom = [who for who in whom if only in who]
 
     def turn():
         """{who: seconds} of a round, without transformers and TRL."""
@@ -207,25 +264,28 @@ def measure(w, device, dtype, runs, only):
     memory = peak_memory(device)
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
-        if only or not importlib.util.find_spec(peer):
-            print("" if only else f"  {peer} is not installed, so nothing is compared")
+        if not whom or not importlib.util.find_spec(peer):
+            print(f"  {peer} is not installed, so nothing is compared" if whom else "")
             found = [[{}, *(turn() for _ in range(runs))]]
         elif w.kl is None:
-            found = [transformers_rounds(w, prompts, folder, device, runs, turn)]
+            found = [transformers_rounds(w, prompts, folder, device, runs, turn, whom)]
         else:
-            found = [trl_rounds(w, prompts, folder, device, runs, turn, who) for who in TRL]
+            found = [trl_rounds(w, prompts, folder, device, runs, turn, who) for who in whom]
     rounds = [seconds for some in found for seconds in some[1:]]  # the first of each does not count
-    return {**w._asdict(), "peak_memory_gb": memory, **summary(rounds, w)}
+    least, load = least_seconds(w, model, prompts, device, dtype), os.getloadavg()[1]  # of five minutes
+    print(f"  peak memory of nanorook {memory:.1f} GB, load of the machine {load:.1f}")
+    print(f"  no program can take less than {least:.3f} s, by its products with the weights")
+    return {**w._asdict(), "peak_memory_gb": memory, "least_seconds": least, "load": load, **summary(rounds, w)}
 
 
 def summary(rounds, w):
-    """Medians of the seconds, and of the rounds' ratios."""
-    seconds, ratios = median(s["nanorook"] for s in rounds), {}
-    tokens = w.prompts * w.group * w.new / seconds  # a second
-    print(f"  median {seconds:.3f} s, {tokens:,.0f} tokens/s")
+    """Medians of the seconds, and of the rounds' ratios, each by the clock and of the CPU."""
+    seconds, ratios = [median(s["nanorook"][i] for s in rounds) for i in (0, 1)], {}
+    tokens = w.prompts * w.group * w.new / seconds[0]  # a second
+    print("  median {:.3f} s, {:.3f} s of CPU, {:,.0f} tokens/s".format(*seconds, tokens))
     for who in dict.fromkeys(who for s in rounds for who in s if who != "nanorook"):
-        ratios[who] = median(s[who] / s["nanorook"] for s in rounds if who in s)
-        print(f"  {who} takes {ratios[who]:.2f} times as long", flush=True)
+        ratios[who] = [median(s[who][i] / s["nanorook"][i] for s in rounds if who in s) for i in (0, 1)]
+        print("  {} takes {:.2f} times as long, {:.2f} times the CPU".format(who, *ratios[who]), flush=True)
     return {"seconds": seconds, "tokens_per_second": tokens, "ratios": ratios, "rounds": rounds}
 
 
@@ -238,7 +298,7 @@ def main():
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
     p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
-    p.add_argument("--only", choices=["nanorook"], help="leave out the others")
+    p.add_argument("--only", default="", metavar="NAME", help="of the others, those with NAME in theirs; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()

@@ -1,5 +1,6 @@
 """The held-out questions of a task, answered by any model, or by two with their difference, question by question.
 
+python -m tools.evaluate out                              the table of a run, as it measured it: nothing is asked again
 python -m tools.evaluate out/model                        a run's model beside its start model, as the run set it up
 python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
@@ -12,7 +13,9 @@ pass@1 and lowers pass@64 has made sharper what the model did sometimes (Yue et 
 """
 
 import argparse
+import json
 import random
+from pathlib import Path
 
 from nanorook import settings
 
@@ -34,6 +37,9 @@ def main():
     a = p.parse_intermixed_args()
     settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
     models = [word for word in a.model if "=" not in word]
+    if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
+        print(table(skill_rows(json.loads(file.read_text())), a.markdown))
+        return
     if len(models) == 1 and settings.GIVEN["run"]:
         models.insert(0, train.MODEL or start_model(train.task))
     if len(models) not in (1, 2):

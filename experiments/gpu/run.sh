@@ -162,7 +162,7 @@ exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.
 export tenth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
-    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
+    grep -qs '"finished"' "$OUT/grpo-$1/run.json" && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
 }
 
 positions=${POSITIONS:-$OUT/positions.txt.gz}
