@@ -112,7 +112,7 @@ def draw(runs, controls, names, path):
     for axis, name in zip(axes, names):
         drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
-            steps = [int(step) for step in some[0]["skill"]]
+            steps = [int(step) for step, skill in some[0]["skill"].items() if name in skill]
             curves, share = means(some, name)
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
