@@ -52,14 +52,11 @@ def answer_rows(answers):
 
 def connect(where, run):
     """A function of (step, numbers, rows of answers) that reports them; `run.record` names the record of this run."""
-    if where == "none":
-        return lambda step, numbers, rows=(): None
     if where == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(
-            run.out / where, purge_step=run.step + 1
-        )  # what a killed run wrote beyond its checkpoint
+        # Drops what a killed run wrote beyond its checkpoint.
+        writer = SummaryWriter(run.out / where, purge_step=run.step + 1)
         writer.add_text("settings", markdown([["setting", "value"], *map(list, settings.values().items())]))
 
         def report(step, numbers, rows=()):
