@@ -73,14 +73,14 @@ def groups(own, chance, G, n=20000, each=1, d=3):
 
 @pytest.mark.parametrize("own, chance, helps", [(0.3, 4, "more answers"), (0.7, 5, "either"), (3, 0, "more questions")])
 def test_the_split_names_the_remedy_and_the_best_step(toy_settings, own, chance, helps):
-    """Of steps with the same number of tokens, drawn anew with groups of other sizes, the best one has the least noise."""
+    """Drawn anew in steps of as many tokens but other groups, gradients have the least noise with the best one."""
     toy_settings(GROUP_SIZE=16)
     share, answers, step, less, found = signal.split(halves(groups(own, chance, 8, 20000, each=2)), 60, 9.0, 3.0)
     assert found == helps and "seen" not in share
     questions, best = map(int, step.split(" × "))
     assert questions * (9 + best * 3) == pytest.approx(60 * (9 + 16 * 3), rel=0.05)
     noise = {}  # at equal cost
-    for G in (2, 3, 4, 6, 9, 12, 16, 24, 32, 64, best):
+    for G in (2, 3, 5, 8, 16, 32, 64, best):
         error = groups(own, chance, G)[:, 0] / (G - 1) - torch.eye(3)[0]
         noise[G] = error.square().sum(1).mean().item() * (9 + G * 3)
     assert noise[best] < 1.1 * min(noise.values())
@@ -94,12 +94,25 @@ def test_where_no_noise_between_questions_is_seen_more_answers_help(toy_settings
     assert not step and helps in ("more answers", "either")
 
 
+def test_two_questions_of_a_kind_are_too_few_and_groups_without_halves_are_not_split(toy_settings, capsys):
+    vectors = torch.randn(9, 2, 40, generator=torch.Generator().manual_seed(0)) + 1
+    found = {"as set": halves(vectors), "halves": halves(vectors)}
+    kinds, seconds = ["many"] * 7 + ["few"] * 2, {"all": 1.0, "many": 1.0, "few": 1.0}
+    signal.report(dict(found), kinds, seconds, torch.ones(9, 2))
+    printed = capsys.readouterr().out
+    assert re.search(r"^few .*too few questions$", printed, re.M)
+    assert re.search(r"^few +none seen, at most 100% +at least 2 +either$", printed, re.M)
+    del found["halves"]
+    signal.report(dict(found), kinds, seconds, torch.ones(9, 2))
+    assert "noise of a step" not in capsys.readouterr().out
+
+
 def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     """Summed over the questions they are the step's; the pieces' sum up to them; groups of two are paid as such."""
     model = toy.model()
-    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(12), 1.0)), (4, 2))
-    assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "GROUP_SIZE=2"}
-    parts = signal.ask(model, toy.questions(12), 1.0)
+    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(6), 1.0)))
+    assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "halves"}
+    parts = signal.ask(model, toy.questions(6), 1.0)
     batches = [train.add_advantages(*part, train.GROUP_SIZE, train.CREDIT) for part in parts]
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
@@ -109,11 +122,11 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     assert torch.allclose(found["as set"].sum(0)[:-1], step, atol=1e-4 * step.norm().item())
     pieces = found["even alone"] + found["first alone"]
     assert torch.allclose(pieces[:, :-1], found["as set"][:, :-1], atol=1e-4 * step.norm().item())
-    halves = found["GROUP_SIZE=2"]  # the mean of two squares is at least the square of the mean
+    halves = found["halves"]  # the mean of two squares is at least the square of the mean
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
-ROWS = "all +4 ", "noise of a step +between", "short ", "long ", "all, GROUP_SIZE=2 ", "long, even alone "
+ROWS = "all +4 ", "noise of a step +between", "short ", "long ", "long, even alone "
 
 
 def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):

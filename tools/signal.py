@@ -7,9 +7,8 @@ python -m tools.signal MODEL=out/step-000040            with the settings of the
 The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + noise / n on average. The gradients of
 different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
 questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Noise
-is the chance of which questions are drawn, and of which answers to them; only the second falls with more answers to
-each ("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). Nothing is trained or written.
-docs/signal.md explains the tables.
+comes from which questions are drawn, and from which answers to them; more answers to each lessen only the second
+("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/signal.md explains the tables.
 """
 
 import time
@@ -38,7 +37,7 @@ QUESTIONS = setting("QUESTIONS", 64, "asked about, of each kind as many as a ste
 REFERENCE = setting("REFERENCE", "", "where MODEL is trained: the model its KL is to (at the start it has no gradient)")
 
 SKETCH = 65537  # numbers that stand for a gradient; odd, so that the entries of one column do not meet
-SET = "as set"
+SET, HALVES = "as set", "halves"
 
 
 def jackknife(rows, estimate):
@@ -46,6 +45,8 @@ def jackknife(rows, estimate):
     from leaving out each question in turn: one heavy answer widens it, and does not pass for signal.
     rows (n, d + 1): for each question the mean gradient of its groups, or a sketch of it; last, their mean square."""
     n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
+    if n < 3:  # without one there is no product
+        return 0.0, torch.inf
     own = vectors.square().sum(1)  # (n,)
     terms = torch.stack([vectors @ vectors.sum(0) - own, own, squares[:, 0]])  # (3, n) products with all others first
     left_out = pad(terms * torch.tensor([[2], [1], [1]]), (1, 0))  # (3, n + 1) nothing, then each question
@@ -113,30 +114,30 @@ def ways(answers):
         yield f"{name} alone", alone, train.CREDIT, 0.0
 
 
-def gradients(model, reference, rollouts, sizes):
-    """{way of paying: rows for signal()}: each question's gradient, and with groups cut to other `sizes` the mean of
-    its groups' gradients and of their squares. The first size is that of the whole group, which is paid in all ways."""
+def gradients(model, reference, rollouts):
+    """{way of paying: rows for jackknife()}: each question's gradient; and as HALVES, where half of a group is large
+    enough to be paid as a group of its own, the means of the halves' gradients and of their squares."""
     groups = [(batch, answers, i) for batch, answers in rollouts for i in range(len(batch.prompts))]
     found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
-    project, parameters, G = projection(model), list(model.parameters()), sizes[0]
-    cuts = [(size, start) for size in sizes for start in range(0, G - size + 1, size)]
+    project, parameters, G, H = projection(model), [*model.parameters()], train.GROUP_SIZE, train.GROUP_SIZE // 2
+    cuts = [slice(0, G), *[slice(0, H), slice(H, 2 * H)] * (H > train.BEST_OF)]
     for place, (batch, answers, i) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
         rows = slice(i * G, i * G + G)
         whole = batch.select([i], batch.prompt_lengths[i], batch.completion_mask[rows].sum(1).max())
-        for size, start in cuts:
-            part = Batch(*whole[:2], *(x if x is None else x[start : start + size] for x in whole[2:]))
+        for cut in cuts:
+            part = Batch(*whole[:2], *(x if x is None else x[cut] for x in whole[2:]))
             logprobs, _ = train.forward(model, part, train.TEMPERATURE)
             with torch.no_grad():
                 ref = train.forward(reference, part, train.TEMPERATURE)[0] if reference else None
             part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
-            some = answers[rows][start : start + size]
-            smaller = [(f"GROUP_SIZE={size}", some, train.CREDIT, train.KL_COEF)]
-            for name, paid, credit, kl_coef in ways(some) if size == G else smaller:
-                part = train.add_advantages(part, paid, size, credit)
+            some = answers[rows][cut]
+            half = [(HALVES, some, train.CREDIT, train.KL_COEF)]
+            for name, paid, credit, kl_coef in ways(some) if len(some) == G else half:
+                part = train.add_advantages(part, paid, len(some), credit)
                 if part.advantages.any() or (reference and kl_coef):
                     loss, _ = train.loss_and_sums(logprobs, part, 1.0, kl_coef)
                     gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-                    found[name][place] += project(gradient) / (G // size)
+                    found[name][place] += project(gradient) / (G // len(some))
     return {SET: found[SET], **found}
 
 
@@ -161,24 +162,22 @@ def split(rows, B, P, T):
 
 def report(found, kinds, seconds, tokens):
     """Three tables. For each question its kind, and its tokens (prompt, answer); `seconds`: {kind: of one question}."""
-    names, G = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], train.GROUP_SIZE
-    places = {name: [i for i, kind in enumerate(kinds) if name in ("all", kind)] for name in names}
+    names, halves = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], found.pop(HALVES, None)
     steps = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
     noise = [["noise of a step", "between questions", "best group", "best step", "its noise", "what helps"]]
     paid = [["at equal answers", "answers until half is signal", "squared gradient"]]
-    for kind, at in places.items():
-        rows, halves = found[SET][at], found.get(f"GROUP_SIZE={G // 2}")
-        n, (share, half) = len(rows) / len(kinds) * train.BATCH_POSITIONS, signal(rows)
-        value, base = noise_scale(share), rows[:, -1].mean()
+    for kind in names:
+        at = [i for i, k in enumerate(kinds) if kind in ("all", k)]
+        n, (share, half) = len(at) / len(kinds) * train.BATCH_POSITIONS, signal(found[SET][at])
+        value, base = noise_scale(share), found[SET][at, -1].mean()
         rest = [f"{n / (n + value):.1%}", number(value * seconds[kind])] if share > half else ["", ""]
-        steps.append([kind, f"{n:.3g}", describe(rows), *rest])
+        steps.append([kind, f"{n:.3g}", describe(found[SET][at]), *rest])
         if halves is not None and halves[at].any():
             noise.append([kind, *split(halves[at], n, *tokens[at].mean(0).tolist())])
-        for name, rows in ((name, rows[at]) for name, rows in found.items()):
-            size = int(name.partition("GROUP_SIZE=")[2] or G)
-            if rows[:, -1].any() and (len(places) == 1 or kind != "all" or not name.endswith("alone")):
-                square = f"{rows[:, -1].mean() * G / size / base:.0%}" if base else ""
-                paid.append([f"{kind}, {name}", describe(rows, size), square])
+        for name, rows in found.items():
+            if rows[at, -1].any() and (len(names) == 1 or kind != "all" or not name.endswith("alone")):
+                square = f"{rows[at, -1].mean() / base:.0%}" if base else ""
+                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE), square])
     print("\n\n".join(table(lines) for lines in (steps, noise, paid) if lines[1:]))
 
 
@@ -187,9 +186,8 @@ def main():
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
     reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE and train.KL_COEF else None
-    print(f"{train.MODEL or start_model(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers, "
-          f"{device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
-
+    print(f"{train.MODEL or start_model(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
+          f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, tokens, seconds, clock = [], [], [], {"all": 0.0}, time.time()
     most = train.plan_memory(model, questions)
@@ -202,8 +200,7 @@ def main():
         kinds += [answers[0].question.kind] * n
         tokens.append(torch.stack([batch.prompt_lengths, batch.completion_mask.sum(1).view(n, -1).float().mean(1)], 1))
 
-    sizes = [train.GROUP_SIZE, *(size for cut in (2, 4) if (size := train.GROUP_SIZE // cut) > train.BEST_OF)]
-    report(gradients(model, reference, rollouts, sizes), kinds, seconds, torch.cat(tokens))
+    report(gradients(model, reference, rollouts), kinds, seconds, torch.cat(tokens))
 
 
 if __name__ == "__main__":
