@@ -39,6 +39,8 @@ def test_noise_alone_and_one_heavy_answer_are_no_signal():
     assert signal.describe(rows(noise)).startswith("no signal seen with these 64 questions: more than ")
     assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", signal.describe(rows(1 + noise / 10)))
     assert signal.describe(rows(torch.zeros(9, 4))) == "no gradient at all"
+    noise[1:] = 0
+    assert signal.describe(rows(noise)).startswith("no signal seen with these 64 questions")
 
 
 def halves(gradients):

@@ -47,8 +47,8 @@ def jackknife(rows, estimate):
     n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
     if n < 3:  # without one there is no product
         return 0.0, torch.inf
-    own = vectors.square().sum(1)  # (n,)
-    terms = torch.stack([vectors @ vectors.sum(0) - own, own, squares[:, 0]])  # (3, n) products with all others first
+    products = (vectors * (vectors.sum(0) - vectors)).sum(1)  # (n,) of each with all others
+    terms = torch.stack([products, vectors.square().sum(1), squares[:, 0]])  # (3, n)
     left_out = pad(terms * torch.tensor([[2], [1], [1]]), (1, 0))  # (3, n + 1) nothing, then each question
     count = torch.tensor([n] + [n - 1] * n)
     products, own, squares = (terms.sum(1, keepdim=True) - left_out) / count
