@@ -121,6 +121,9 @@ def test_on_a_telephone_only_tables_scroll_sideways(run, tmp_path):
     dom, console = chromium((tmp_path / "frame.html").as_uri(), "--allow-file-access-from-files")
     width, table_scrolls = re.search("<title>(.*?),(.*?)</title>", dom).groups()
     assert console == [] and int(width) <= 390 and table_scrolls == "true"
+    assert (
+        '<meta name="viewport" content="width=device-width' in page.read_text()
+    )  # else a telephone pretends to be wide
 
 
 def test_boards_have_coordinates_from_the_side_of_the_player():
@@ -133,6 +136,8 @@ def test_boards_have_coordinates_from_the_side_of_the_player():
 def test_the_arrow_of_an_answer_that_is_one_move_is_not_faint_and_wrong_squares_are_red():
     for svg, colour in zip(drawn("moves"), (board.ILLEGAL, board.BEST), strict=True):
         assert f'stroke="{colour}"' in svg
+    faint = [re.findall(r'<line [^>]*stroke="#\w{6}(\w*)"', svg) for svg in drawn("policy")[:2]]
+    assert faint == [["59", "59", ""], ["", "59"]]  # all but the move after B:
     assert [svg.count(f'fill="{board.ILLEGAL}"') for svg in drawn("environment")] == [2, 0]
 
 
@@ -178,6 +183,7 @@ def test_held_out_skill_stands_beside_training_with_its_intervals(run):
 
 def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_path):
     alone = report.write(run).read_text()
+    assert re.findall('<td class="(.*?)">(.*?)</td>', alone)[2] == ("", "+0.667 ± 2.867")  # no more than chance
     same = make_run(tmp_path / "same" / "run", lr=3e-4, after=[0, 0, 0])
     other = make_run(tmp_path / "other" / "run", after=[0, 0, 0], questions=[4, 5, 6])
     page = report.write(run, same, other)
