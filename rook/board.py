@@ -39,6 +39,7 @@ def draw(question, text):
     svg = chess.svg.board(shown, orientation=turn, arrows=arrows, fill=wrong, coordinates=False, colors=colors)
     # The library draws coordinates as outlines, which would double the size of a page; these are letters.
     rows = zip(*(names[:: 1 if turn else -1] for names in (chess.FILE_NAMES, chess.RANK_NAMES[::-1])))
-    names = (f'<text x="{45 * i + 3}" y="356">{a}</text><text x="349" y="{45 * i + 14}">{b}</text>'
-             for i, (a, b) in enumerate(rows))  # fmt: skip
-    return svg.replace("</svg>", f'<g font-size="14" font-weight="600" fill="#6f6350">{"".join(names)}</g></svg>')
+    names = (f'<text x="{45 * i + 22}" y="374">{file}</text><text x="-9" y="{45 * i + 28}">{rank}</text>'
+             for i, (file, rank) in enumerate(rows))  # fmt: skip
+    names = f'<g font-size="15" fill="#858a94" text-anchor="middle">{"".join(names)}</g></svg>'
+    return svg.replace('viewBox="0 0 360 360"', 'viewBox="-18 0 378 378"').replace("</svg>", names)

@@ -61,6 +61,12 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     assert len(started) == 4
 
 
+def test_a_figure_that_not_every_evaluation_has_is_drawn_where_it_is(tmp_path):
+    skill = {"0": {"q right T=0": [0.1, 0.0]}, "5": {}, "9": {"q right T=0": [0.2, 0.0]}}
+    seeds.draw([{"skill": skill}], [], ["q right T=0"], tmp_path / "some.png")
+    assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp_path, monkeypatch):
     run = mock.Mock(**{"wait.side_effect": KeyboardInterrupt})
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: run)

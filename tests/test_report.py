@@ -53,7 +53,8 @@ def make_metrics(names):
         row = dict.fromkeys(
             ("reward", "reward_max", "kl", "clip_low", "clip_high", "frac_zero_std", *names), step / 100
         )
-        row |= {"step": step, "grad_norm": math.nan if step == 9 else 0.4, "tokens": 9800, "broken": False}
+        row |= {"step": step, "grad_norm": math.nan if step == 9 else 0.4, "tokens": 9800, "length": 9.8}
+        row |= {"skipped": 0, "broken": False}
         yield row | {"seconds": {"sampling": 2.0, "update": 4.0}, "state": state, "advice": advice}
 
 
@@ -150,9 +151,15 @@ def panels(text):
     return {title: (re.findall("</i>(.*?)</li>", content), content) for title, content in found}
 
 
+def test_the_page_begins_with_the_verdict(run, monkeypatch):
+    monkeypatch.setattr(report, "verdict", {run: ["● red  It <fell>: a: b.", "Lower LR."]}.get)
+    said = re.search('<h1>run</h1>(<p class="verdict">.*?)</header>', report.write(run).read_text())[1]
+    assert re.sub("<.*?>", "", said) == "It &lt;fell&gt;: a: b.Lower LR." and '<i class="red"></i>' in said
+
+
 def test_what_was_run_and_how_it_went(run):
     text = report.write(run).read_text()
-    for told in ("30 steps", "294,000 completion tokens", "c0ffee1", "2.13.0", "./train.sh LR=1"):
+    for told in ("30 steps, 30,000 answers", "c0ffee1", "2.13.0", "./train.sh LR=1"):
         assert told in text
     said = re.findall(r'<li><i class="(\w+)"></i>(.*?) <span class="soft">(.*?)</span>', text)
     assert said[1:] == [("yellow", "look &lt;here&gt;", "step 7"), ("red", "skipped", "step 9")]
@@ -208,6 +215,7 @@ def test_every_metric_of_any_task_is_shown(tmp_path):
         ([0.97, 1], [0.94, 1.03], "0.94 0.96 0.98 1.00"),  # a share
         ([12345, 15210], [], "12,000 13,000 14,000 15,000 16,000"),
         ([1e-5, 8e-5], [], "0 0.00002 0.00004 0.00006 0.00008"),
+        ([1e-7, 9e-7], [], "0 2e-7 4e-7 6e-7 8e-7 1e-6"),
         ([-0.3, 0.8], [], "-0.4 -0.2 0 0.2 0.4 0.6 0.8"),
         ([1, 1], [], "0.975 0.980 0.985 0.990 0.995 1.000"),
         ([0], [], "0 0.1 0.2 0.3 0.4 0.5"),
@@ -267,7 +275,7 @@ def test_what_a_killed_run_has_cut_or_not_written_hides_nothing_else(run):
     assert "<h4>Reward" in text and 'class="card"' in text and text.rstrip().endswith("</html>")
     for name in ("settings.json", "run.json", "skill.json", "samples.jsonl"):
         (run / name).unlink()
-    assert report.write(run).read_text().count('class="plot"') == 10
+    assert report.write(run).read_text().count('class="plot"') == 11
     for content in "", '{"step": 1, "rew', "[1]\n", "\x00\xff\n", "[" * 9999:
         (run / "metrics.jsonl").write_text(content, encoding="latin-1")
         with pytest.raises(SystemExit, match="error: .*holds no step"):

@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 
 from nanorook import task as task_file
 from nanorook.settings import fail
-from nanorook.statistics import gain, with_interval
+from nanorook.statistics import beyond_chance, gain, with_interval
 from nanorook.task import TAKEN, Question, as_sum
+from nanorook.verdict import read, verdict
 
 SHOWN = 3  # samples of each kind with the lowest reward, and as many with the highest
 
 
 class Run(NamedTuple):
+    folder: Path
     name: str  # the folder's, with as much of its path as tells it from the other runs of the page
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
@@ -33,17 +35,6 @@ class Run(NamedTuple):
     skill: dict  # {title: {figure: [mean, half-width, values of the questions]}}
     show: Any  # the task's function
     curves: dict  # {"kind/metric": [(step, value), ...], "kind/metric T=0": [(step, mean, half-width), ...]}
-
-
-def read(path):
-    """The objects in a file, one in each line of a .jsonl, without those that a killed run has cut off."""
-    text, found = path.read_text(errors="replace") if path.is_file() else "", []
-    for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
-        try:
-            found.append(dict(json.loads(part)))
-        except (ValueError, TypeError, RecursionError):
-            continue
-    return found
 
 
 def read_run(folder, name):
@@ -61,7 +52,7 @@ def read_run(folder, name):
         for figure, (mean, half, _) in figures.items():
             curves.setdefault(figure.replace(" ", "/", 1), []).append((step, mean, half))
     samples = read(folder / "samples.jsonl")
-    return Run(name, rows, samples, settings, about, skill, load_show(settings.get("TASK")), curves)
+    return Run(folder, name, rows, samples, settings, about, skill, load_show(settings.get("TASK")), curves)
 
 
 def load_show(file):
@@ -73,11 +64,14 @@ def load_show(file):
 
 
 def head(run, title):
-    tokens = sum(row.get("tokens", 0) for row in run.rows)
-    minutes = sum(value for row in run.rows for value in row.get("seconds", {}).values()) / 60
-    facts = [f"{run.rows[-1]['step']} steps", f"{tokens:,} completion tokens", f"{minutes:.1f} minutes of steps"]
-    facts += [str(run.about[name]) for name in ("machine", "started") if name in run.about]
-    return f'{title}<p class="soft">{escape(" · ".join(facts))}</p>'
+    """The verdict, whose first line begins with a state."""
+    first, *others = verdict(run.folder)
+    _, state, first = first.split(None, 2)
+    for line in (first, *others):
+        lead, colon, rest = escape(line).partition(": ")
+        dot = f'<i class="{escape(state)}"></i>' * (line is first)
+        title += f'<p class="verdict">{dot}' + (f"<b>{lead}:</b> {rest}" if colon else lead) + "</p>"
+    return title
 
 
 def states(run, title):
@@ -119,8 +113,11 @@ def skill_table(runs):
         figures = {name: ("", with_interval(*figure[:2])) for name, figure in run.skill[title].items()}
         columns.append((f"{run.name}, {title}" if len(runs) > 1 else title, figures))
     for (first, begin), (run, end) in ((*base, end) for end in ends[len(ends) > 1 :]):
-        shared = [name for name in run.skill[end] if name in first.skill[begin]]
-        changes = {name: difference(name, first, first.skill[begin], run, run.skill[end]) for name in shared}
+        before, after = first.skill[begin], run.skill[end]
+        gains = {name: difference(name, first, before, run, after) for name in after if name in before}
+        certain = beyond_chance(gains)
+        changes = {name: (("up" if mean > 0 else "down") * (name in certain), with_interval(mean, half, "+.3f"))
+                   for name, (mean, half) in gains.items()}  # fmt: skip
         columns.append((f"{run.name} − {first.name}" if len(runs) > 1 else "gain", changes))
     names = dict.fromkeys(name for _, cells in columns for name in cells)
     order = list(dict.fromkeys(name.rpartition(" ")[0] for name in names))
@@ -134,13 +131,12 @@ def skill_table(runs):
 
 
 def difference(name, first, before, other, after):
-    """(CSS class, text) of what a figure changes from one evaluation to another, taken question by question where both
-    asked the same ones; its class says which way where that is more than noise."""
+    """What a figure changes from one evaluation to another, with its half-width: question by question where both asked
+    the same ones."""
     (a, half_a, values_a), (b, half_b, values_b) = before[name], after[name]
     asked, also = (run.about.get("questions", {}).get(name.split(" ")[0]) for run in (first, other))
     paired = first is other or asked and asked == also
-    mean, half = gain(values_a, values_b) if paired else (b - a, math.hypot(half_a, half_b))
-    return "" if abs(mean) <= half else "up" if mean > 0 else "down", with_interval(mean, half, "+.3f")
+    return gain(values_a, values_b) if paired else (b - a, math.hypot(half_a, half_b))
 
 
 def manner(how):
@@ -245,7 +241,7 @@ def plot(title, unit, curves, last, named=False):
         band = [(step, value - half) for step, value, half in points]
         svg += path(f"band {css}", band + [(step, value + half) for step, value, half in points[::-1]])
     for _, css, points in curves:
-        svg += path(f"raw {css}", points) if len(points[0]) == 2 and len(curves) - len(held_out) < 5 else ""
+        svg += path(f"raw {css}", points) if len(points[0]) == 2 and len(curves) < 5 else ""
         svg += path(f"line {css}", points if len(points[0]) == 3 else smooth(points))
         for step, value, *half in points:
             if not math.isfinite(value):
@@ -284,7 +280,7 @@ def ticks(low, high, count):
     step = min((factor * 10.0**power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / wanted)))
     form = f",.{max(0, -math.floor(math.log10(step) + 1e-6))}f" if 1e-5 < step < 1e6 else ".3g"
     marks = (i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1))
-    return [(mark, f"{mark:{form}}" if mark else "0") for mark in marks]
+    return [(mark, f"{mark:{form}}".replace("e-0", "e-") if mark else "0") for mark in marks]
 
 
 # ---- Samples -----------------------------------------------------------------------------------------------
@@ -364,7 +360,7 @@ def write(*folders):
     """Writes the page of one run, or of several, into the first one's folder; returns its path."""
     paths = [Path(folder).resolve() for folder in folders]
     shared = os.path.commonpath([path.parent for path in paths])
-    runs = [read_run(path, os.path.relpath(path, shared)) for path in paths]
+    runs = [read_run(folder, os.path.relpath(path, shared)) for folder, path in zip(folders, paths)]
     names = dict.fromkeys(name for run in runs for name in run.curves)
     kinds = dict.fromkeys(name.split("/")[0] for name in names if "/" in name)
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
