@@ -172,10 +172,8 @@ def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE
         board.fullmove_number += 74
     fen = board.fen()
     move = move or environment_move(board, rng, illegal_share, position.moves and position.moves[0][0])
-    truth = transition(fen, move)
-    while held_out(truth[0]) and not held_out(fen):
+    while held_out((truth := transition(fen, move))[0]) and not held_out(fen):
         move = environment_move(board, rng, illegal_share)
-        truth = transition(fen, move)
     history = (*position.history, move)[-10:]
     return Question("environment", environment_prompt(fen, move, history, text_format), truth)
 

@@ -234,7 +234,8 @@ def evaluate_and_record(run, model, questions, title):
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
-        run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
+        if run.report:
+            run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
     return time.perf_counter() - clock
 
 
@@ -305,7 +306,7 @@ def main():
     lead, mine = parallel.rank() == 0, slice(parallel.rank(), None, parallel.world())
     sampler = model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
-    run.report = loggers.connect(REPORT_TO if lead else "none", run)
+    run.report = loggers.connect(REPORT_TO, run) if lead and REPORT_TO != "none" else None
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
     signals, stopping = catch_signals(), []
     while run.step < STEPS and not stopping:
@@ -341,7 +342,8 @@ def main():
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
-            run.report(run.step, loggers.step_numbers(metrics))
+            if run.report:
+                run.report(run.step, loggers.step_numbers(metrics))
             left = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations, "after" too
             parallel.log(monitor.progress_line(past, STEPS, left * evaluation_seconds))
 

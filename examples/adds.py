@@ -18,20 +18,22 @@ from nanorook.chat import chat
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
 
-DEFAULTS = dict(STEPS=24, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, KL_COEF=0.0, EVAL_POSITIONS=200)
-DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=100, MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
+DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
+DEFAULTS |= dict(EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100, MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
+LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # Digits are tokens of their own: "47 + 38 = 85." has 12 and its end.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 16, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"adds": MAX_NEW_TOKENS}
-EXAMPLES = ((23, 41), (58, 67), (36, 90), (14, 79), (85, 85), (31, 48), (17, 66), (59, 72))  # asked in no question
-SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=len(EXAMPLES))
 SYSTEM = "You are a calculator. Example: 12 + 34 = 46."
+EXAMPLES = ((23, 41), (58, 67), (36, 90), (14, 79), (85, 85), (31, 48), (17, 66), (59, 72))
+SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=len(EXAMPLES))
 RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
 
 
 def load(source, config):
     """(training items, held-out items): pairs of numbers, none of which is in both lists in the other order."""
-    items = [pair for pair in combinations_with_replacement(range(10, 100), 2) if pair not in EXAMPLES]
+    shown = (12, 34), *EXAMPLES
+    items = [pair for pair in combinations_with_replacement(range(10, 100), 2) if pair not in shown]
     random.Random(0).shuffle(items)
     return items[1000:], items[:1000]
 

@@ -3,11 +3,11 @@
     python -m experiments.seeds OUT EVAL_POSITIONS=1000                                  chess: five runs, five controls
     python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes of two cores
 
-Each run is train.py in OUT/seed-N, each control in OUT/control-N (CONTROL=shuffle, see nanorook.task.shuffled).
-OUT/seeds.json has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names.
-Each seed draws its own training questions and held-out questions, and a control those of its seed. Before and after are
-compared question by question. An interval is that of the mean over other seeds and other questions. It counts that
-seeds ask some of the same questions where a task has few (see nanorook.statistics.over_seeds).
+Each run is made by train.py in OUT/seed-N, and each control in OUT/control-N (CONTROL=shuffle, see
+nanorook.task.shuffled). OUT/seeds.json records their figures; runs that are in it are not made again. OUT/seeds.png
+shows the figures that --curves names. Each seed draws its own training and held-out questions, and a control has those
+of its seed. Before and after are compared question by question. An interval is for other seeds and other questions,
+also where seeds ask some of the same questions because a task has few (see nanorook.statistics.over_seeds).
 """
 
 import argparse
@@ -26,7 +26,7 @@ from nanorook.statistics import differences, gain, over_seeds, shared_variance, 
 
 ROOT = Path(__file__).parent.parent
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
-PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
+PAWNS = ("cp_loss", "eval_mae")  # metrics that are not shares, although their means may be below 1
 
 
 def read(file):
@@ -44,7 +44,7 @@ def rounded(figures):
 
 
 def shared_settings(task, given):
-    """The settings of all runs, from the command, the environment or by default; what is wrong with them is said."""
+    """The settings of all runs, from the command, the environment or by default. Wrong ones end the program."""
     sys.argv[1:] = given
     settings.read_user()
     if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
@@ -56,11 +56,11 @@ def shared_settings(task, given):
 
 
 def run(folder, arguments):
-    """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
+    """What seeds.json records of a run of train.py, which is made first unless it is already there."""
     if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it after Ctrl-C
+            follow(subprocess.Popen(command, cwd=ROOT, stdout=log), folder)  # subprocess.run would kill it at Ctrl-C
             if not finished(folder):  # whatever its verdict, which its exit code tells
                 fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
@@ -70,8 +70,22 @@ def run(folder, arguments):
     return {"about": {k: about[k] for k in about if k != "questions"}, "skill": skill, "gain": gains}
 
 
+def follow(process, folder):
+    """Waits for a run; every ten seconds its last step is printed, on a terminal in one line."""
+    start, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+    while True:
+        steps = [line for line in Path(f"{folder}.log").read_text().splitlines() if re.match(r"step \d", line)]
+        print(f"{start}{folder.name}: {(steps or ['starting'])[-1]:.100}", end=end, flush=True)
+        try:
+            process.wait(10)
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    print(start, end="", flush=True)
+
+
 def shared(folders):
-    """{figure: the shared_variance of its gain}, from what the runs in these folders have kept of each question."""
+    """{figure: the shared_variance of its gain}, from the values of each question in these runs' folders."""
     found = {}
     for folder in folders:
         asked, skill = read(folder / "run.json")["questions"], read(folder / "skill.json")
@@ -89,7 +103,7 @@ def means(runs, name):
 
 
 def table(runs, controls, shared):
-    """`shared`: of the runs and of the controls."""
+    """The table in Markdown. `shared` has what shared() returns, for the runs and for the controls."""
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in run["gain"] for run in runs + controls):  # asked before and after
@@ -112,7 +126,7 @@ def draw(runs, controls, names, path):
     for axis, name in zip(axes, names):
         drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
-            steps = [int(step) for step in some[0]["skill"]]
+            steps = [int(step) for step, skill in some[0]["skill"].items() if name in skill]
             curves, share = means(some, name)
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)

@@ -3,8 +3,8 @@
     python -m experiments.variants runs/variants --seeds 5 --only default EPOCHS=8
     python -m experiments.variants runs/variants --task sums --seeds 3                  rewards, CREDIT and LOSS
 
-Every run is train.py in OUT/NAME/seed-N, with so few steps that variants still differ. Runs that the task's file beside
-this program has are not made again. The table for docs/choices.md is printed.
+Each run is made by train.py in OUT/NAME/seed-N, with so few steps that variants still differ. Runs that the task's
+file beside this program records are not made again. It prints the table for docs/choices.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from nanorook.settings import number
 from nanorook.statistics import over_seeds, with_interval
 
 FAST = {"EPOCHS": 8, "LR": 3e-3}  # large steps, so that there is something to clip
-FAR = {"KL_DIVERGENCE_THRESHOLD": 100.0}  # what is learnt here is far from the start, and no run shall go back
+FAR = {"KL_DIVERGENCE_THRESHOLD": 100.0}  # what is learnt here is far from the start, and no run should go back
 LOSSES = "dapo", "grpo", "dr_grpo", "cispo"
 
 LETTERS = {"default": {}} | {f"LOSS={loss}": {"LOSS": loss} for loss in LOSSES[1:]}
@@ -36,7 +36,7 @@ for prompts, group in ((64, 2), (32, 4), (8, 16), (4, 32)):
 LETTERS |= {f"TEMPERATURE={t:g}": {"TEMPERATURE": t} for t in (0.5, 0.7, 1.3)}
 LETTERS |= {f"LR={lr:g}": {"LR": lr} for lr in (1e-4, 3e-4, 3e-3, 1e-2)}
 
-PAID = {  # what the words of a sum are paid for; a result alone is one piece, so CREDIT is the same there
+PAID = {  # what an answer is paid for; the result alone is one piece, so CREDIT makes no difference there
     "steps, by pieces": {"SUMS_REWARD": "steps", "CREDIT": "piece"},
     "steps, whole answer": {"SUMS_REWARD": "steps", "CREDIT": "answer"},
     "result alone": {"SUMS_REWARD": "result"},
@@ -51,7 +51,7 @@ COLUMNS = {"letters": {"": "letters last"}, "sums": {"result, ": "sums result", 
 
 
 def measure(task, settings, folder):
-    """What the file keeps of one run; None where it was refused after its start."""
+    """What the file records of one run, or None if the run gave up after its start."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         found = run(folder, [f"TASK=examples/{task}.py", *(f"{name}={value}" for name, value in settings.items())])
@@ -72,7 +72,7 @@ def show(runs):
     columns = list(next(run for found in runs.values() for run in found.values() if run))
     rows = [["", *columns]]
     for name, found in runs.items():
-        sound = [run for run in found.values() if run]  # the others were refused
+        sound = [run for run in found.values() if run]  # the others gave up
         rows.append([name + f" ({len(sound)} of {len(found)} runs)" * (len(sound) < len(found))])
         for column in columns:
             scale, form = (1, ".2f") if column == "entropy" else (100, ".1f")

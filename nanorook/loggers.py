@@ -8,6 +8,7 @@ answers. A resumed run continues its record: in wandb by its id, which needs its
 import atexit
 import importlib
 import importlib.util
+import math
 import secrets
 
 from nanorook import settings
@@ -37,7 +38,8 @@ def skill_numbers(skill):
     for name, (mean, half, _) in skill.items():
         figure, _, heat = name.partition(" T=")
         name = f"held-out {'greedy' if heat == '0' else 'sampled'}/{figure}"
-        numbers |= {name: mean, f"{name}, low": mean - half, f"{name}, high": mean + half}
+        ends = {f"{name}, low": mean - half, f"{name}, high": mean + half} if half < math.inf else {}
+        numbers |= {name: mean} | ends
     return numbers
 
 
@@ -52,14 +54,11 @@ def answer_rows(answers):
 
 def connect(where, run):
     """A function of (step, numbers, rows of answers) that reports them; `run.record` names the record of this run."""
-    if where == "none":
-        return lambda step, numbers, rows=(): None
     if where == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(
-            run.out / where, purge_step=run.step + 1
-        )  # what a killed run wrote beyond its checkpoint
+        # Drops what a killed run wrote beyond its checkpoint.
+        writer = SummaryWriter(run.out / where, purge_step=run.step + 1)
         writer.add_text("settings", markdown([["setting", "value"], *map(list, settings.values().items())]))
 
         def report(step, numbers, rows=()):

@@ -111,12 +111,12 @@ class Run:
         if self.step > steps or (self.step == steps and finished(self.out)):
             fail(f"{self.out} holds a run of {self.step} steps, which STEPS={steps} does not continue; raise it, "
                  "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
+        parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
             if settings.values()["LR_SCHEDULE"] != "constant":
                 parallel.log(f"LR had fallen to 0 by step {self.step}, where the run was to end. It now follows the "
                              f"schedule of a run of {steps} steps, and so is above 0 again.")  # fmt: skip
-        parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
         return saved["model"], saved["optimizer"]
 
     def snapshot(self, model, optimizers):

@@ -46,7 +46,9 @@ def verdict(out):
     elif rose:
         headline = f"Rose on {asked} held-out questions: {in_words(rose, first, last, gains)}."
     elif len(skill) == 1:
-        headline = "The run was stopped before a second evaluation, so nobody knows yet what it has learnt."
+        before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
+        headline = ("The run was stopped before a second evaluation on held-out questions; in training the reward went "
+                    f"from {before:.2f} to {after:.2f}.")  # fmt: skip
     else:
         headline = f"Nothing rose on {asked} held-out questions: {why_nothing(rows, kinds, first, settings, gains)}."
     lines = [headline]
@@ -68,9 +70,11 @@ def verdict(out):
                      "nothing to gain there; only sampled answers could improve.")  # fmt: skip
     answers = sum(round(row["tokens"] / max(row["length"], 1e-9)) for row in rows)
     spent = timedelta(seconds=round(sum(sum(row["seconds"].values()) for row in rows)))
-    stopped = "" if title == "after" else f", of STEPS={settings.get('STEPS')}; held-out questions were last asked "
-    stopped += "" if title == "after" else {"before": "before the first step"}.get(title, f"at {title}")
-    lines.append(f"Cost: {rows[-1]['step']} steps, {answers:,} answers, {spent} without evaluations{stopped}.")
+    steps, asked = f"{rows[-1]['step']}", ""
+    if title != "after":
+        steps += f" of {settings['STEPS']}"
+        asked = f"; held-out questions were last asked {'before the run' if title == 'before' else f'at {title}'}"
+    lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} without evaluations{asked}.")
     folder = shlex.quote(str(out))
     lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
                  f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip

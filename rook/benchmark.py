@@ -1,11 +1,11 @@
-"""What a chess model can do on positions that are never trained on, or two models with their difference.
+"""What a chess model can do on positions that are never trained on, or two models and their difference.
 
 python -m rook.benchmark MODEL                          the table, greedy and at temperature 1
 python -m rook.benchmark MODEL OTHER                    two models and their difference, question by question
 python -m rook.benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
 
-tools.evaluate asks the questions of a run's own task. Here all models get the same ones: whole policy and environment
-answers, mates, games against itself, and puzzles from files in three formats.
+tools.evaluate asks the questions of a run's own task. Here all models get the same ones, for whole policy and
+environment answers, mates, games against itself, and puzzles from files in three formats.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def measure(model, temperature, positions, puzzles, openings, tried):
 
 
 def puzzle_questions(puzzle, text_format):
-    """{what is added to the row's name: a question that asks for the solution in this way}"""
+    """{addition to the row's name: a question that asks for the solution in this way}"""
     position, solutions, _ = puzzle
     if move := position.asked:
         prompt = rewards.environment_prompt(position.fen, move, [*position.history, move], text_format)
@@ -97,7 +97,7 @@ def with_mate(boards):
 
 
 def read_puzzles(path, most):
-    """{row: [Puzzle, ...]} of a file in any of the three formats; of Lichess's `most` in each row."""
+    """{row: [Puzzle, ...]} of a file in any of the three formats, with at most `most` of Lichess's in each row."""
     if path.endswith(".zst"):
         fail(f"{path} is compressed; unpack it first: zstd -d {path}")
     try:
@@ -135,7 +135,7 @@ def read_lichess(lines, most):
 
 
 def with_published(rows):
-    """The rows of a table with one more column, and below the first one of each set of puzzles what others publish."""
+    """The rows of a table, and below the first row of each set of puzzles, in a new column, what others publish."""
     result, published = [[*rows[0], "published"]], dict(PUBLISHED)
     for row in rows[1:]:
         theirs = published.pop(row[0].rpartition(" T=")[0], {})

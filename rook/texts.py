@@ -230,7 +230,7 @@ def legal_tokens(prompt, answer, tokenizer, text_format):
     A text shows one of thirty legal moves; a loss on all probability that leads to none teaches the rule itself."""
     if prompt.startswith("J: "):
         return
-    board = chess.Board(positions.contract_board(prompt[3:].partition("+")[0].strip()))
+    board = chess.Board(positions.read_prompt(prompt)[0])
     header, listed = re.match("( *M: )?(.*?)(?= *E:|$)", answer).groups("")
     before, space = prompt + header, ""
     if prompt.startswith("A: "):

@@ -26,7 +26,7 @@ def record(tmp_path, monkeypatch):
             pytest.skip(f"{where} is not installed")
         ends, run = [], SimpleNamespace(out=tmp_path, step=first, record="abcd1234")
         with monkeypatch.context() as patch:
-            patch.setattr(loggers.atexit, "register", ends.append)
+            patch.setattr(loggers, "atexit", SimpleNamespace(register=ends.append))
             report = loggers.connect(where, run)
         report(first, SKILL, ANSWERS)
         for step in range(first + 1, last + 1):
@@ -56,9 +56,10 @@ def test_trackio_goes_on_with_the_run_of_its_name(record, tmp_path):
         rows = database.execute("select run_name, step, metrics from metrics").fetchall()
     assert {name for name, *_ in rows} == {f"{tmp_path.name}-abcd1234"}
     assert [step for _, step, metrics in rows if "q/reward" in json.loads(metrics)] == [1, 2, 3, 4]
-    assert "a\\nb" in " ".join(metrics for *_, metrics in rows)
+    assert b"a\\nb" in b" ".join(metrics for *_, metrics in rows)
 
 
+@pytest.mark.slow
 def test_wandb_keeps_its_id(record, tmp_path):
     record("wandb", 0, 2)
     [folder] = (tmp_path / "wandb").glob("offline-run-*-abcd1234")  # online, the same id continues it
@@ -77,14 +78,14 @@ def test_a_run_reports_each_step_and_evaluation(toy_run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loggers, "connect", connect)
     monkeypatch.setattr(loggers, "require", lambda where: None)
-    toy_run(REPORT_TO="trackio", STEPS=1)
-    toy_run(REPORT_TO="trackio", STEPS=2)
+    toy_run(REPORT_TO="trackio", STEPS=1, EVAL_POSITIONS=8)
+    toy_run(REPORT_TO="trackio", STEPS=2, EVAL_POSITIONS=8)
     assert names == [("trackio", "mine")] * 2  # the second one knew it from the checkpoint
     assert [step for step, *_ in seen] == [0, 1, 1, 2, 2]
     (_, before, rows), (_, step, none) = seen[:2]
     assert not none and {"train/kl", "seconds/update", "short/reward", "short/earned/even"} <= {*step}
-    assert before["held-out sampled/short reward, low"] < before["held-out sampled/short reward"]
-    assert {row[0] for row in rows} == {"short", "long"} and len(rows[0]) == len(loggers.COLUMNS)
+    assert before["held-out sampled/long reward, low"] < before["held-out sampled/long reward"]
+    assert "long" in {row[0] for row in rows} and len(rows[0]) == len(loggers.COLUMNS)
     skill = json.loads((tmp_path / "out" / "skill.json").read_text())
     assert before["held-out greedy/long reward"] == skill["before"]["long reward T=0"][0]
 

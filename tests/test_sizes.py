@@ -63,6 +63,7 @@ def test_a_users_value_comes_before_the_sizes_before_the_tasks_before_the_progra
 def test_the_defaults_of_a_task_for_large_models_come_before_those_of_the_size(shape):
     gsm8k, model = "TASK=examples/gsm8k.py", f"MODEL={shape(**LARGE)}"
     assert [settings_of(gsm8k, model)[name] for name in sizes.TABLE[50e6]] == [1e-5, 16, 8, 1.0]
+    assert [settings_of("TASK=examples/adds.py", model)[name] for name in sizes.TABLE[50e6]] == [5e-5, 8, 16, 1.0]
     found = sizes.defaults(shape(**LARGE), mock.Mock(LARGE=True, DEFAULTS={"LR": 5e-5}))
     assert found == {"BATCH_POSITIONS": 8, "GROUP_SIZE": 8, "TEMPERATURE": 0.7}  # what the task does not name
 

@@ -120,11 +120,10 @@ def test_a_run_that_learnt_and_collapsed_is_red(said):
 
 def test_a_run_that_was_stopped_says_what_is_known(said):
     first, *_, cost, _ = said({"before": START}, STEADY[:30])
-    assert "stopped before a second evaluation" in first and cost.endswith("last asked before the first step.")
+    assert "stopped before a second evaluation" in first and first.endswith("went from 0.21 to 0.21.")
+    assert cost.startswith("Cost: 30 of 40 steps") and cost.endswith("last asked before the run.")
     first, *_, cost, _ = said({"before": START, "step 20": RISEN}, STEADY[:30])
-    assert first.startswith("● green  Rose") and cost.endswith(
-        "of STEPS=40; held-out questions were last asked at step 20."
-    )
+    assert first.startswith("● green  Rose") and cost.endswith("; held-out questions were last asked at step 20.")
 
 
 def test_among_many_rows_chance_is_counted_once():

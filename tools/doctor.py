@@ -14,6 +14,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from nanorook import settings
 
@@ -65,7 +66,8 @@ def ask(model, questions, temperature):
     """What a step has before its update: (Batch, Answers) of each kind."""
     sampler = model.inference_copy(model.dtype)
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
-    for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise):
+    parts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
+    for batch, part in tqdm(parts, "sampling, batches", leave=False, disable=None):
         yield batch, graded(train.task, part)
 
 
