@@ -68,7 +68,7 @@ def make_run(
     }
     about = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee1", "command": "./train.sh LR=1"}
     about["questions"] = {"policy": questions}
-    settings = {"LR": lr, "MAX_GRAD_NORM": 1.0, "TASK": task}
+    settings = {"LR": lr, "STEPS": STEPS, "MAX_GRAD_NORM": 1.0, "TASK": task}
     return write(folder, make_metrics(names), samples(), skill=skill, settings=settings, run=about)
 
 
@@ -252,7 +252,7 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
     sample = {"step": 0, "reward": 0.5, "truth": [evil], "completion": HOSTILE, "kind": evil, "prompt": HOSTILE}
     samples = [sample | {"pieces": [[evil, 0.5, [0, 99]], [evil, -1, [-5, 3]], [evil, 0]]}]
     skill = {"before": {f"{evil} {evil} T={evil}": [1, 1, [1]]}}
-    write(run, rows, samples, settings={evil: evil}, run={"command": evil, "machine": evil}, skill=skill)
+    write(run, rows, samples, settings={evil: evil, "STEPS": 30}, run={"command": evil, "machine": evil}, skill=skill)
     text = report.write(run, run).read_text()
     assert not re.search(r"<(script|img|b>bold|svg.onload)|[^;]['\"].onmouseover", text)
     assert text.count("&lt;b&gt;bold") > 20 and text.count("$title_${plots}_?_&amp;") > 20
