@@ -203,6 +203,11 @@ def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_
     assert "Clipped tokens: below" in panels(text) and "Clipped tokens" in panels(alone)
 
 
+def test_a_run_that_was_evaluated_once_has_no_gain(run):
+    (run / "skill.json").write_text(json.dumps({"before": {"policy legal T=0": figure([0, 1])}}))
+    assert re.search("<thead>.*?</thead>", report.write(run).read_text())[0].count("<th>") == 2
+
+
 def test_every_metric_of_any_task_is_shown(tmp_path):
     names = "letters/reward,letters/right,letters/earned/form,letters/earned/<b>,x_y/reward,x_y/ok".split(",")
     text = report.write(make_run(tmp_path / "run", letter_samples, names, task="examples/letters.py")).read_text()
