@@ -162,7 +162,7 @@ def why_nothing(rows, kinds, first, settings, gains):
 def card(out, lines):
     """README.md of the trained model, with its verdict."""
     settings, about = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "run"))
-    what = "".join(f"- {line}\n" for line in lines)
+    what = "".join(f"- {line}\n" for line in lines[:-1])  # the last one is about folders of this machine
     return f"""---
 library_name: transformers
 tags: [grpo, nanorook]
