@@ -126,6 +126,11 @@ def test_a_run_that_was_stopped_says_what_is_known(said):
     assert first.startswith("● green  Rose") and cost.endswith("; held-out questions were last asked at step 20.")
 
 
+def test_a_control_that_rises_is_not_green(said):
+    first, *_ = said({"before": START, "after": RISEN}, STEADY, CONTROL="shuffle")
+    assert first.startswith("● yellow  Rose on 100") and first.endswith("it was not paid for its answers.")
+
+
 def test_among_many_rows_chance_is_counted_once():
     assert beyond_chance({"a": (0.11, 0.1)}) == ["a"]  # alone, an interval that leaves zero out is enough
     many = {str(i): (0.0, 0.1) for i in range(50)}
