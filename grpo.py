@@ -46,20 +46,19 @@ def credit(rewards, ends, tokens):
 
 
 def advantages(values, group_size, scale="none", best_of=1):
-    """Values (N, K) of the pieces of N rewards against the mean of their group -> advantages (N, K).
+    """The values (N, K) of K pieces of N rewards, against the mean of their group of G -> advantages (N, K).
 
-    scale="std" divides by the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
-    several pieces by the root of their summed variances, as their sum may be constant. "none" does not: dividing would
-    favour prompts on which all completions score nearly the same (Liu et al., 2025, Dr. GRPO).
+    scale="none"  v - mean: dividing it favours prompts whose answers score nearly the same (Liu et al., 2025, Dr. GRPO)
+    scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); of
+                  several pieces it is the root of their summed variances, as their sum may be constant
 
-    scale="mean" and best_of=k pay more for what is rare. The G values of a piece are sorted, and the step from each one
-    to the next is multiplied by a weight that depends on c, the number of answers above that step; then the steps are
-    added up again. So better stays better, and no word is paid for the rank of other words. The weights:
-    "mean"     G / c. A piece that is w or 0 then earns w (v - mean) / mean, the gradient of w log P(v = w); any other
-               piece earns the gradient of ∫ log P(v > x) dx, both to order G - 1 in 1 - P (MaxRL, arXiv 2602.02710).
-    best_of=k  C(G-1-c, k-1) / C(G-1, k-1). A value then becomes the mean, over all groups of k that its answer is in,
-               of the best: 1/k - 1/G times the gradient of E[best of k] (Walder & Karkhanis, 2025). The k lowest tie.
-    both       best_of's weight divided by the chance that one of k is above the step: ∫ log P(best of k > x) dx.
+    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the step from each one to the
+    next is multiplied by a weight, and the steps are added up again, so that better stays better. With c answers above:
+
+    scale   best_of  weight of a step               v - mean is then the gradient of
+    "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
+    "mean"  1        G / c                          ∫ log P(v > x) dx (MaxRL, arXiv 2602.02710), to order G-1 in 1 - P
+    "mean"  k        the first / (1 - C(G-c, k) / C(G, k))    ∫ log P(best of k > x) dx, likewise
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
     alike = groups.amax(1) - groups.amin(1) <= 1e-6  # else the mean's rounding error is divided by nearly 0
@@ -75,11 +74,6 @@ def advantages(values, group_size, scale="none", best_of=1):
     if scale == "std":
         result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
     return result.masked_fill(alike[:, None], 0).flatten(0, 1)
-
-
-def token_advantages(advantages, piece_mask):
-    """Advantages (N, K) of the pieces and the tokens (N, T, K) they judge -> the advantage (N, T) of each token."""
-    return (advantages[:, None] * piece_mask).sum(2)
 
 
 # ---- The policy loss ---------------------------------------------------------------------------------------
@@ -127,9 +121,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 def loss_normalizer(mask, loss, max_completion_tokens):
     """What a sum over these rows is divided by. It adds up, like gradients: over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
-    if loss == "grpo":
-        return rows
-    return rows * max_completion_tokens if loss == "dr_grpo" else mask.sum()
+    return {"grpo": rows, "dr_grpo": rows * max_completion_tokens}.get(loss, mask.sum())
 
 
 def aggregate(per_token, mask, loss, normalizer):

@@ -44,8 +44,7 @@ class Prefix:
     """The part of the prompts that a group's rows share: keys and values of all tokens but the last one, which is the
     first that each row feeds to the model, to predict its first new token. Here P counts the tokens before it."""
 
-    keys: list  # one (B, H, P, D) for each layer
-    values: list
+    layers: list  # of each layer the keys and the values, both (B, H, P, D)
     lengths: torch.Tensor  # (B,) tokens before the last one
     bias: torch.Tensor  # (B, 1, 1, P) added to scores: 0 on a prompt's tokens, -inf on its padding
 
@@ -103,11 +102,6 @@ def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     return heads.transpose(1, 2).reshape(q.shape)
 
 
-def causal_bias(S, device):
-    """(S, S), added to scores: -inf where a key follows its query."""
-    return torch.full((S, S), -math.inf, device=device).triu_(1)
-
-
 def grouped(x, B, H):
     """Rows (N, H·R, S, D) as the G rows of B groups (B, H, G, R·S, D)."""
     x = x.unflatten(0, (B, -1)).unflatten(2, (H, -1)).transpose(1, 2)  # (B, H, G, R, S, D)
@@ -161,50 +155,43 @@ class GPT(nn.Module):
 
     def prefill(self, tokens, lengths):
         """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
-
-        Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's own keys.
-        """
-        tokens, keys, values = tokens[:, :-1], {}, {}
+        Gradients flow through it. Padding follows a prompt, so causal attention keeps it from the prompt's own keys."""
+        tokens, layers = tokens[:, :-1], {}
 
         def attend(layer, q, k, v):
-            keys[layer], values[layer] = k, v
+            layers[layer] = k, v
             return causal_attention(layer, q, k, v)
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         self.trunk(tokens, positions, attend)
-        padding = positions >= lengths[:, None] - 1  # (B, P - 1)
-        bias = torch.zeros(padding.shape, device=tokens.device).masked_fill_(padding, -math.inf)[:, None, None]
-        return Prefix([*keys.values()], [*values.values()], lengths - 1, bias)
+        bias = torch.where(positions < lengths[:, None] - 1, 0.0, -math.inf)[:, None, None]  # (B, 1, 1, P - 1)
+        return Prefix([*layers.values()], lengths - 1, bias)
 
     def score(self, tokens, lengths, completions):
         """Training: hidden states (N, T, C), of which head() makes the logits of each token of `completions` (N, T),
         whose groups share the prompts `tokens` (B, P)."""
         (N, T), B, device = completions.shape, len(tokens), tokens.device
         prefix = self.prefill(tokens, lengths)
-        bias = causal_bias(T, device)
+        bias = torch.full((T, T), -math.inf, device=device).triu_(1)  # keys that follow their query are not seen
 
         def attend(layer, q, k, v):
-            shared = prefix.keys[layer], prefix.values[layer], prefix.bias
-            return shared_attention(q, *(grouped(x, B, x.shape[1]) for x in (k, v)), bias, *shared)
+            own = (grouped(x, B, x.shape[1]) for x in (k, v))
+            return shared_attention(q, *own, bias, *prefix.layers[layer], prefix.bias)
 
         last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
         inputs = torch.cat([last, completions[:, :-1]], 1)
         return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend)
 
     def decode(self, tokens, prefix, cache, t):
-        """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t of the cache.
+        """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t, a tensor (1,), of
+        the cache: keys and values of each layer, as grouped() lays them out."""
+        B, slots = len(prefix.lengths), torch.arange(cache[0][0].shape[3], device=tokens.device)
+        bias = torch.where(slots[None] <= t, 0.0, -math.inf)  # what is not written yet must not be seen
 
-        On CUDA t is a tensor (1,), so that a captured graph can be replayed for every token; else it is an int.
-        """
-        B, places = len(prefix.lengths), torch.arange(cache.keys[0].shape[3], device=tokens.device)
-        bias = torch.where(places[None] <= t, 0.0, -math.inf)  # what is not written yet must not be seen
-        place = t if torch.is_tensor(t) else slice(t, t + 1)
-
-        def attend(layer, q, k, v):
-            own_k, own_v = cache.keys[layer], cache.values[layer]
-            own_k[:, :, :, place] = grouped(k, B, k.shape[1]).to(own_k.dtype)
-            own_v[:, :, :, place] = grouped(v, B, v.shape[1]).to(own_v.dtype)
-            return shared_attention(q, own_k, own_v, bias, prefix.keys[layer], prefix.values[layer], prefix.bias)
+        def attend(layer, q, *own):
+            for cached, new in zip(cache[layer], own):
+                cached.index_copy_(3, t, grouped(new, B, new.shape[1]).to(cached.dtype))
+            return shared_attention(q, *cache[layer], bias, *prefix.layers[layer], prefix.bias)
 
         return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 

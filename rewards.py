@@ -147,9 +147,8 @@ def policy_question(position, text_format):
 def policy_truth(position):
     """The legal moves, and the evaluations in pawns of the engine's five; an engine is asked where labels lack."""
     legal = [move.uci() for move in chess.Board(position.fen).legal_moves]
-    labels = position.moves or (stockfish.label(position.fen) if legal else ())
-    labels = sorted(labels, key=lambda label: -label[1])[:5]
-    return {"legal": legal, "five": {uci: cp / 100 for uci, cp in labels if uci in legal}}
+    labels = position.moves or stockfish.label(position.fen)
+    return {"legal": legal, "five": {uci: cp / 100 for uci, cp in labels[:5]}}
 
 
 def first_question(kind, position, text_format):
@@ -173,10 +172,8 @@ def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE
         board.fullmove_number += 74
     fen = board.fen()
     move = move or environment_move(board, rng, illegal_share, position.moves and position.moves[0][0])
-    truth = transition(fen, move)
-    while held_out(truth[0]) and not held_out(fen):
+    while held_out((truth := transition(fen, move))[0]) and not held_out(fen):
         move = environment_move(board, rng, illegal_share)
-        truth = transition(fen, move)
     history = (*position.history, move)[-10:]
     return Question("environment", environment_prompt(fen, move, history, text_format), truth)
 
@@ -190,9 +187,8 @@ def transition(fen, move):
         return fen, -1.0, False, True
     board.push_uci(move)
     outcome = board.outcome()
-    if outcome is None:
-        return board.fen(), 0.001, False, False
-    return board.fen(), 0.5 if outcome.winner is None else 1.0, True, False
+    reward = 0.001 if outcome is None else 0.5 if outcome.winner is None else 1.0
+    return board.fen(), reward, outcome is not None, False
 
 
 # ---- The reward: pieces with weights that add up to 1 ------------------------------------------------------
@@ -241,6 +237,8 @@ def grade(question, text, hit_limit=False):
     """The worth of `text`, an answer without its end token; `hit_limit`: its limit cut it off."""
     graders = {"policy": grade_policy, "environment": grade_environment, "moves": grade_first, "mates": grade_first}
     pieces, metrics = graders[question.kind](question, text)
+    judged = "next_state" if question.kind == "environment" else "legal"
+    metrics |= {f"{judged}_{group}": metrics[judged] for group in positions.groups(question.prompt)}
     reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
         pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1)))
@@ -250,7 +248,8 @@ def grade(question, text, hit_limit=False):
 # ---- The grammar of answers. Only the space separates, and a run of spaces counts as one; digits are ASCII.
 
 UCI = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
-NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+NEXT_STATE = re.compile(rf"([^+]+\+)( *{NUMBER.pattern} *\+)( *[01] *\+)( *[01] *)")
 
 
 def find_words(text, separators=" "):
@@ -281,12 +280,8 @@ def parse_policy(text):
 
 def parse_environment(text):
     """The four fields of `FEN+reward+terminated+truncated`, each with its span, or None. The FEN may be any text."""
-    fields = [(re.sub(" +", " ", field).strip(" "), span) for field, span in find_words(text, "+")]
-    if text.count("+") != 3 or len(fields) != 4 or not NUMBER.fullmatch(fields[1][0]):
-        return None
-    if not {fields[2][0], fields[3][0]} <= {"0", "1"}:
-        return None
-    return fields
+    match = NEXT_STATE.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
+    return match and [(re.sub(" +", " ", match[i].strip(" +")), match.span(i)) for i in (1, 2, 3, 4)]
 
 
 # ---- P: the policy -----------------------------------------------------------------------------------------
@@ -368,9 +363,8 @@ def grade_environment(question, text):
         return [("malformed", MALFORMED)], metrics
     (fen, fen_span), (reward, reward_span), (over, over_span), (illegal, illegal_span) = answer
     fen, reward = contract_board(fen), float(reward)
-    metrics["structure"] = 1.0
-
-    metrics["next_state"] = fen == next_fen
+    metrics |= {"structure": 1.0, "next_state": fen == next_fen, "reward_match": reward == true_reward}
+    metrics |= {"terminated": (over == "1") == terminated, "truncated": (illegal == "1") == truncated}
     metrics["similarity"] = Levenshtein.normalized_similarity(fen, next_fen)
     pieces = [("structure", weights["structure"])]
     # Word by word: an edit distance between whole FENs may align one word with its neighbour, and a better word could
@@ -387,11 +381,7 @@ def grade_environment(question, text):
     pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
-    metrics["reward_match"] = reward == true_reward
-    metrics["terminated"] = (over == "1") == terminated
-    metrics["truncated"] = (illegal == "1") == truncated
     pieces.append(("reward", weights["reward"] * (1 - error / 2), reward_span))
-    pieces.append(("reward_match", weights["reward_match"] * metrics["reward_match"], reward_span))
-    pieces.append(("terminated", weights["terminated"] * metrics["terminated"], over_span))
-    pieces.append(("truncated", weights["truncated"] * metrics["truncated"], illegal_span))
+    for name, span in (("reward_match", reward_span), ("terminated", over_span), ("truncated", illegal_span)):
+        pieces.append((name, weights[name] * metrics[name], span))
     return pieces, metrics

@@ -2,7 +2,7 @@
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
 STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
-./train.sh MODEL=jrahn/RookWorld-LM-124M LR=1e-5     or as arguments; --help lists them
+./train.sh MODEL=jrahn/RookWorld-LM-124M         or as arguments; --help lists them
 TASK=examples/letters.py ./train.sh              another task
 
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
@@ -27,13 +27,11 @@ from tqdm import tqdm
 
 import grpo
 from model import GPT
-from nanorook import hardware, monitor, parallel, settings
-from nanorook import task as task_file
+from nanorook import hardware, loggers, monitor, parallel, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
-from nanorook.tables import skill_rows, table
-from nanorook.task import first_questions, graded, make_questions, prompt_ids
-from rollout import microbatches, sample, split_by_signal
+from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
+from rollout import microbatches, sample
 
 if __name__ == "__main__":
     settings.read_user()  # as a program only: imported, train.py keeps the defaults
@@ -41,11 +39,13 @@ if __name__ == "__main__":
 # fmt: off
 TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; docs/tasks.md says what it provides")
 heading(f"The task {TASK}")
-task                    = task_file.load(TASK)
+task                    = load(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
-MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; empty: the task's own start model")
+MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id, above 50M parameters with defaults of its size (nanorook/sizes.py); empty: the task's own start model")
+SIZED                   = sizes.defaults(MODEL, task)
+settings.take_defaults(task.DEFAULTS | SIZED)
 DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, or a file (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -59,7 +59,7 @@ OVERFIT                 = setting("OVERFIT", False, "the same questions at every
 CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
-LR                      = setting("LR", 2e-4, "learning rate of AdamW; 1e-5 for a model of GPT-2's size", low=0)
+LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
@@ -78,6 +78,8 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each of them before and after, for pass@1, 4, 16, 64; 0: none", low=0)
+REPORT_TO               = setting("REPORT_TO", "none", "where else figures and answers go, through a package of that name", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
@@ -99,15 +101,12 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 
 def add_advantages(batch, answers, group_size, credit, seed=""):
     """The batch with the advantage of each token (N, T). `seed` decides the permutations of CONTROL=shuffle."""
-    T = batch.tokens.shape[1]
-    if credit == "piece":
-        values, piece_mask = grpo.credit([a.grade.pieces for a in answers], [a.ends for a in answers], T)
-    else:
-        values, piece_mask = torch.tensor([[a.grade.reward] for a in answers]), torch.ones(1, T, 1)
+    pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
+    values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
-        values = values[task_file.shuffled(answers, group_size, seed)]
+        values = values[shuffled(answers, group_size, seed)]
     advantages = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
-    advantages = grpo.token_advantages(advantages, piece_mask) * (CONTROL != "zero")
+    advantages = (advantages[:, None] * piece_mask).sum(2) * (CONTROL != "zero")  # (N, T): of the pieces that judge it
     return batch._replace(advantages=advantages.to(batch.tokens.device))
 
 
@@ -152,11 +151,9 @@ def plan_memory(model, questions):
 def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are
     of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
-    split = [item for batch in batches for item in split_by_signal(batch, KL_COEF > 0)]
-    parts = [(part, has_gradient) for groups, has_gradient in split for part in microbatches(groups, most_tokens)]
+    parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     longest = max(task.LIMITS.values())
-    normalizer = sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts)
-    normalizer = parallel.total(normalizer.float())
+    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts))
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = {}  # over the tokens of all parts
@@ -230,13 +227,15 @@ def evaluate_and_record(run, model, questions, title):
     """One more column in the run's table of held-out skill, and its first answers of each kind; the seconds it took."""
     clock = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
-    run.skill[title], answers = evaluate(model, questions)
+    run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))
     if parallel.rank() == 0:
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
+        if run.report:
+            run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
     return time.perf_counter() - clock
 
 
@@ -259,14 +258,17 @@ def make_reference(model):
 
 def start():
     """What the loop works with, at its beginning or where it was stopped."""
+    settings.finish()
+    hardware.flush_denormals()
     device = parallel.start(hardware.choose_device(DEVICE), NPROC)
     lead, world = parallel.rank() == 0, parallel.world()
     if BATCH_POSITIONS % world:
         fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
     run = Run(OUT_DIR)
     if lead:
+        loggers.require(REPORT_TO)
         run.acquire_lock()
-        source = MODEL or task_file.start_model(task)
+        source = MODEL or start_model(task)
         run.forbid_model_inside(source)
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
@@ -284,7 +286,7 @@ def start():
         restore(model, optimizers, *resumed)
     run.good = run.good or run.snapshot(model, optimizers)
 
-    items, held_out = task_file.load_items(task, DATA, model.config)
+    items, held_out = load_items(task, DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
@@ -293,22 +295,21 @@ def start():
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
-    parallel.log(settings.in_words("LR", "SEED", "STEPS", "BATCH_POSITIONS", "GROUP_SIZE"))
+    parallel.log(sizes.in_words(SIZED))
     if lead and FRESH:  # not before model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions
 
 
 def main():
-    settings.finish()
-    hardware.flush_denormals()
     run, model, reference, optimizers, items, eval_questions = start()
     lead, mine = parallel.rank() == 0, slice(parallel.rank(), None, parallel.world())
     sampler = model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
+    run.report = loggers.connect(REPORT_TO, run) if lead and REPORT_TO != "none" else None
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
-    signals = catch_signals()
-    while run.step < STEPS:
+    signals, stopping = catch_signals(), []
+    while run.step < STEPS and not stopping:
         # Questions and answers
         step, clock = run.step, [time.perf_counter()]
         rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
@@ -341,6 +342,8 @@ def main():
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
+            if run.report:
+                run.report(run.step, loggers.step_numbers(metrics))
             left = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations, "after" too
             parallel.log(monitor.progress_line(past, STEPS, left * evaluation_seconds))
 
@@ -359,16 +362,18 @@ def main():
             evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)
-        if stopping and run.step < STEPS:
-            parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
-            sys.exit(128 + stopping[0])
+    finish(run, model, optimizers, eval_questions, stopping)
 
+
+def finish(run, model, optimizers, eval_questions, stopping):
+    """The last evaluation, the trained model, the verdict; there is no evaluation where a signal has stopped the run."""
+    if stopping and run.step < STEPS:
+        run.leave(model, signal=stopping[0])
     if "after" not in run.skill:
         evaluate_and_record(run, model, eval_questions, "after")
-    if lead:
+    if parallel.rank() == 0:
         run.save(model, optimizers)
-        parallel.log(table(skill_rows(run.skill)))
-        run.finish(model)
+    run.leave(model)
     parallel.finish()
 
 

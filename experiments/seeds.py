@@ -3,11 +3,11 @@
     python -m experiments.seeds OUT EVAL_POSITIONS=1000                                  chess: five runs, five controls
     python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes of two cores
 
-Each run is train.py in OUT/seed-N, each control in OUT/control-N (CONTROL=shuffle, see nanorook.task.shuffled).
-OUT/seeds.json has their figures, and what is in it is not run again; OUT/seeds.png shows those that --curves names.
-Each seed draws its own training questions and held-out questions, and a control those of its seed. Before and after are
-compared question by question. An interval is that of the mean over other seeds and other questions. It counts that
-seeds ask some of the same questions where a task has few (see nanorook.statistics.over_seeds).
+Each run is made by train.py in OUT/seed-N, and each control in OUT/control-N (CONTROL=shuffle, see
+nanorook.task.shuffled). OUT/seeds.json records their figures; runs that are in it are not made again. OUT/seeds.png
+shows the figures that --curves names. Each seed draws its own training and held-out questions, and a control has those
+of its seed. Before and after are compared question by question. An interval is for other seeds and other questions,
+also where seeds ask some of the same questions because a task has few (see nanorook.statistics.over_seeds).
 """
 
 import argparse
@@ -20,13 +20,13 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorook import settings, tables
-from nanorook.run import write
+from nanorook.run import finished, write
 from nanorook.settings import fail, number
 from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
 
 ROOT = Path(__file__).parent.parent
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
-PAWNS = ("cp_loss", "eval_mae")  # metrics that are no shares, though their means may be below 1
+PAWNS = ("cp_loss", "eval_mae")  # metrics that are not shares, although their means may be below 1
 
 
 def read(file):
@@ -44,7 +44,7 @@ def rounded(figures):
 
 
 def shared_settings(task, given):
-    """The settings of all runs, from the command, the environment or by default; what is wrong with them is said."""
+    """The settings of all runs, from the command, the environment or by default. Wrong ones end the program."""
     sys.argv[1:] = given
     settings.read_user()
     if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
@@ -56,12 +56,13 @@ def shared_settings(task, given):
 
 
 def run(folder, arguments):
-    """What seeds.json keeps of a run of train.py, which is made first unless it is there."""
-    if not (folder / "model").exists():
+    """What seeds.json records of a run of train.py, which is made first unless it is already there."""
+    if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            if subprocess.Popen(command, cwd=ROOT, stdout=log).wait():  # run() would kill it after Ctrl-C
-                fail(f"the run in {folder} ended without a model; what it said is above and in {folder}.log.")
+            follow(subprocess.Popen(command, cwd=ROOT, stdout=log), folder)  # subprocess.run would kill it at Ctrl-C
+            if not finished(folder):  # whatever its verdict, which its exit code tells
+                fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
     gains = rounded({name: gain(first[name][2], last[name][2]) for name in last if name in first})
@@ -69,8 +70,22 @@ def run(folder, arguments):
     return {"about": {k: about[k] for k in about if k != "questions"}, "skill": skill, "gain": gains}
 
 
+def follow(process, folder):
+    """Waits for a run; every ten seconds its last step is printed, on a terminal in one line."""
+    start, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+    while True:
+        steps = [line for line in Path(f"{folder}.log").read_text().splitlines() if re.match(r"step \d", line)]
+        print(f"{start}{folder.name}: {(steps or ['starting'])[-1]:.100}", end=end, flush=True)
+        try:
+            process.wait(10)
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    print(start, end="", flush=True)
+
+
 def shared(folders):
-    """{figure: the shared_variance of its gain}, from what the runs in these folders have kept of each question."""
+    """{figure: the shared_variance of its gain}, from the values of each question in these runs' folders."""
     found = {}
     for folder in folders:
         asked, skill = read(folder / "run.json")["questions"], read(folder / "skill.json")
@@ -81,17 +96,17 @@ def shared(folders):
 
 
 def means(runs, name):
-    """(of each run the figure's means, one for each evaluation, whether they are shares and so in percent)"""
-    found = [[skill[name][0] for skill in run["skill"].values()] for run in runs]
+    """(of each run the means of a figure, wherever it was asked; whether they are shares, and so in percent)"""
+    found = [[skill[name][0] for skill in run["skill"].values() if name in skill] for run in runs]
     share = name.split(" ")[1] not in PAWNS and max(abs(mean) for run in found for mean in run) <= 1
     return [[100 * mean for mean in run] if share else run for run in found], share
 
 
 def table(runs, controls, shared):
-    """`shared`: of the runs and of the controls."""
+    """The table in Markdown. `shared` has what shared() returns, for the runs and for the controls."""
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name in list(runs[0]["skill"].values())[-1]:
-        if all(name in skill for run in runs + controls for skill in run["skill"].values()):
+        if all(name in run["gain"] for run in runs + controls):  # asked before and after
             found, share = means(runs + controls, name)
             form, scale = (".1f", 100) if share else (".2f", 1)
             cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
@@ -102,26 +117,16 @@ def table(runs, controls, shared):
     return tables.table(rows, markdown=True)
 
 
-def pyplot():
-    """To draw into files. Only ./test.sh installs it."""
-    try:
-        import matplotlib
-    except ImportError:
-        fail("a picture needs matplotlib: .venv/bin/python -m pip install matplotlib.")
-    matplotlib.use("Agg")  # no window
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def draw(runs, controls, names, path):
     """A line for each run, and their mean; controls are grey."""
-    size = 4.2 * len(names), 3.4
-    figure, axes = pyplot().subplots(1, len(names), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, name in zip(axes[0], names):
+    from matplotlib.figure import Figure  # which only ./test.sh installs
+
+    figure = Figure(figsize=(4.2 * len(names), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names):
         drawn = [(controls, "0.5", "shuffled rewards")] if controls else []
         for some, colour, label in (*drawn, (runs, "C0", "GRPO")):
-            steps = [int(step) for step in some[0]["skill"]]
+            steps = [int(step) for step, skill in some[0]["skill"].items() if name in skill]
             curves, share = means(some, name)
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
@@ -129,7 +134,7 @@ def draw(runs, controls, names, path):
         title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
+    axes[0].legend()
     figure.savefig(path, dpi=110)
 
 
@@ -152,8 +157,6 @@ def main():
     if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
         p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, recorded)  # before the first run: from now on the folder is of these settings
-    if a.curves:
-        pyplot()  # refuses where there is none
     found = {"seed": [], "control": []}
     for kind, count, control in (
         ("seed", a.seeds, "none"),

@@ -27,7 +27,10 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
-def fetch(source):
+WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # of a folder on the hub
+
+
+def fetch(source, wanted=WANTED):
     """The folder of a model: `source` itself, or the hub's files in the local cache."""
     if Path(source).is_dir():
         return Path(source)
@@ -37,7 +40,7 @@ def fetch(source):
     from huggingface_hub.errors import GatedRepoError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", "model*.safetensors*", *TOKENIZER_FILES]))
+        return Path(snapshot_download(source, allow_patterns=[*wanted]))
     except Exception as error:  # offline, unknown, private, full disk: each raises another class
         if isinstance(error, GatedRepoError):
             fail(f"{source} is gated: accept its terms on the hub, then give your access token with HF_TOKEN=.")
@@ -87,6 +90,13 @@ def architecture(folder):
              "file of your own is added to ARCHITECTURES in nanorook/folder.py.")  # fmt: skip
     file, kind = ARCHITECTURES[name]
     return getattr(module_of(file), kind)
+
+
+def parameters(source):
+    """How many a model has, by its config.json alone: no weights are read or downloaded."""
+    kind = architecture(folder := fetch(source, ["config.json"]))
+    with torch.device("meta"):
+        return sum(p.numel() for p in kind(kind.read_config(folder)).parameters())
 
 
 def check_supported(file, content, supported):

@@ -17,36 +17,40 @@ import torch
 
 from nanorook.run import rewind
 from nanorook.settings import GIVEN, SETTINGS, fail, values
-from nanorook.statistics import figure, interval, known
+from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned, prompt_text
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
-    """The state of a step with metrics `m` after the steps `past`: what is wrong, and what to do."""
-    structure, malformed = worst(m, "structure", min)
-    cut_off, too_long = worst(m, "hit_limit", max)
-    highest, unpaid = worst(m, "reward_max", min)
-    unsolved = {name: value for name, value in m.items() if m.get(f"{name.split('/')[0]}/reward", 1) < 0.8}
-    alike, same = worst(unsolved, "frac_zero_std", max)
-    fall, falling = worst({k: how_far_it_fell(past, k) for k in m if k.endswith("/reward")}, "reward", max)
-    for state, wrong, advice in (
+    """The state of a step with metrics `m` after the steps `past`: that of its worst kind of question."""
+    rules = [
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
-        ("red", cut_off > 0.8, f"most {too_long} answers are cut off: raise their limit of new tokens"),
-        ("red", structure < 0.2, f"most {malformed} answers are malformed: lower LR, and look at the samples"),
-        ("red", highest < 0, f"every {unpaid} reward is negative: nothing can be learnt from these answers"),
-        ("yellow", alike > 0.5, f"most {same} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
-        ("yellow", cut_off > 0.2, f"many {too_long} answers are cut off: raise their limit of new tokens"),
-        ("yellow", structure < 0.8, f"many {malformed} answers are malformed: the reward will teach form first"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
-        ("yellow", fall > 0.05, f"the {falling} reward falls: lower LR or raise KL_COEF"),
-    ):
-        if wrong:
-            return {"state": state, "advice": advice}
-    return {"state": "green", "advice": ""}
+    ]
+    for kind in sorted(kinds_of(m), key=lambda kind: m[f"{kind}/reward"]):  # the worst first
+        names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
+        reward, highest, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
+        ended = bool(past) and past[0].get(f"{kind}/hit_limit", 1) < 0.2  # at the run's first step
+        older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
+        falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
+        rules += [
+            ("yellow", highest - reward < 1e-6 and reward < 0.8, f"all {kind} rewards are {reward:.4g}: is it a cap?"),
+            ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end, as they did at first: lower LR"),
+            ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
+             f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit of new tokens"),
+            ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and look at the samples"),
+            ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or pay partial success"),
+            ("yellow", alike > 0.5 and reward < 0.8,
+             f"most {kind} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
+            ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),
+            ("yellow", falls, f"the {kind} reward falls: lower LR or raise KL_COEF"),
+        ]  # fmt: skip
+    found = [{"state": state, "advice": advice} for state, wrong, advice in rules if wrong]
+    return min(found, key=lambda rule: rule["state"], default={"state": "green", "advice": ""})  # red before yellow
 
 
 def check_start(metrics, dtype, limits):
@@ -72,23 +76,23 @@ def worst(m, name, pick):
     return pick(kinds, default=(math.nan, ""))
 
 
-def how_far_it_fell(past, name):
-    """A metric's mean over the last 20 steps against the 20 before, as far as chance does not explain it."""
-    older, newer = ([row[name] for row in part if name in row] for part in (past[-40:-20], past[-20:]))
-    if len(past) < 40 or not older or not newer:
-        return 0.0
-    (before, half), (after, other_half) = interval(older), interval(newer)
-    return before - after if before - after > half + other_half else 0.0
+def kinds_of(m):
+    return [name.split("/")[0] for name in m if name.split("/")[1:] == ["reward"]]
+
+
+def by_kind(answers):
+    kinds = dict.fromkeys(answer.question.kind for answer in answers)
+    return {kind: [answer for answer in answers if answer.question.kind == kind] for kind in kinds}
 
 
 def figures(answers):
     """{"policy legal": [its value in each answer of the kind, or None], ...}: reward and metrics of each kind."""
-    kinds = {}
-    for answer in answers:
-        values = {"reward": answer.grade.reward} | answer.grade.metrics
-        kinds.setdefault(answer.question.kind, []).append({name: float(value) for name, value in values.items()})
-    return {f"{kind} {name}": [row.get(name) for row in rows]
-            for kind, rows in kinds.items() for name in {name: 0 for row in rows for name in row}}  # fmt: skip
+    result = {}
+    for kind, some in by_kind(answers).items():
+        rows = [{"reward": answer.grade.reward} | answer.grade.metrics for answer in some]
+        for name in dict.fromkeys(name for row in rows for name in row):
+            result[f"{kind} {name}"] = [float(row[name]) if name in row else None for row in rows]
+    return result
 
 
 def intervals(answers):
@@ -113,40 +117,35 @@ def pass_rates(answers, n):
 def describe_answers(answers, group_size):
     """The metrics of all the answers of a step, of which those of a group lie next to each other: over all kinds
     ("reward"), of each ("policy/reward", "policy/legal"), and what pieces of the reward gave: "policy/earned/legal"."""
-    result = describe_rewards(answers, group_size) | {"reward_std": stdev(answer.grade.reward for answer in answers)}
-    for kind in dict.fromkeys(answer.question.kind for answer in answers):
-        some = [answer for answer in answers if answer.question.kind == kind]
-        result |= {f"{kind}/{name}": value for name, value in describe_rewards(some, group_size).items()}
-        pieces = earned(piece for answer in some for piece in answer.grade.pieces)
-        result |= {f"{kind}/earned/{name}": value / len(some) for name, value in pieces.items()}
-    means = {name: fmean([v for v in values if v is not None]) for name, values in figures(answers).items()}
-    return result | {name.replace(" ", "/"): mean for name, mean in means.items()}
-
-
-def describe_rewards(answers, group_size):
-    rewards = [answer.grade.reward for answer in answers]
-    groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
-    return {
-        "reward": fmean(rewards),
-        "reward_max": max(rewards),
-        "frac_zero_std": fmean(max(group) - min(group) <= 1e-6 for group in groups),
-        "hit_limit": fmean(answer.hit_limit for answer in answers),
-    }
+    result = {"reward_std": stdev(answer.grade.reward for answer in answers)}
+    for prefix, some in [("", answers), *((f"{kind}/", some) for kind, some in by_kind(answers).items())]:
+        rewards = [answer.grade.reward for answer in some]
+        groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
+        result[f"{prefix}reward"] = fmean(rewards)
+        result[f"{prefix}reward_max"] = max(rewards)
+        result[f"{prefix}frac_zero_std"] = fmean(max(group) - min(group) <= 1e-6 for group in groups)
+        result[f"{prefix}hit_limit"] = fmean(answer.hit_limit for answer in some)
+        if prefix:
+            pieces = earned(piece for answer in some for piece in answer.grade.pieces)
+            result |= {f"{prefix}earned/{name}": value / len(some) for name, value in pieces.items()}
+            values = [item for answer in some for item in answer.grade.metrics.items()]
+            result |= {f"{prefix}{name}": fmean(v for n, v in values if n == name) for name in dict(values)}
+    return result
 
 
 def log_step(file, past, metrics):
-    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on."""
+    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on, the first one among them."""
     metrics["tokens_per_second"] = metrics["tokens"] / sum(metrics["seconds"].values())
     with open(file, "a") as log:
         log.write(json.dumps(metrics) + "\n")
-    return [*past[-39:], metrics]
+    return [*past[:1], *past[1:][-39:], metrics]
 
 
 def progress_line(past, steps, evaluation_seconds):
     """The last of the steps `past`; the evaluations still to come will take `evaluation_seconds` in all."""
-    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past)
+    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past[-40:])
     left = timedelta(seconds=round(seconds * (steps - m["step"]) + evaluation_seconds))
-    kinds = [f"{name.split('/')[0]} {value:.2f}" for name, value in m.items() if name.split("/")[1:] == ["reward"]]
+    kinds = [f"{kind} {m[f'{kind}/reward']:.2f}" for kind in kinds_of(m)]
     rewards = f"reward {m['reward']:.3f}" + f" ({', '.join(kinds)})" * (len(kinds) > 1)
     kl, state = f" kl {m['kl']:.4f}" if "kl" in m else "", f"● {m['state']}"
     line = f"step {m['step']}/{steps} {rewards}{kl} zero-std {m['frac_zero_std']:.0%} {left} left {state}"
@@ -169,11 +168,10 @@ def show(task, answers):
 def write_samples(file, step, answers, count=16):
     """Adds the first answers of each kind of question to samples.jsonl, with their grades."""
     with open(file, "a") as log:
-        for kind in dict.fromkeys(answer.question.kind for answer in answers):
-            for a in [a for a in answers if a.question.kind == kind][:count]:
-                question = a.question._replace(prompt=prompt_text(a.question.prompt))
-                row = {"step": step, "completion": a.text, "reward": a.grade.reward}
-                log.write(json.dumps(row | question._asdict() | a.grade._asdict()) + "\n")
+        for a in (a for some in by_kind(answers).values() for a in some[:count]):
+            question = a.question._replace(prompt=prompt_text(a.question.prompt))
+            row = {"step": step, "completion": a.text, "reward": a.grade.reward}
+            log.write(json.dumps(row | question._asdict() | a.grade._asdict()) + "\n")
 
 
 def show_answer(task, answer, title=""):
@@ -207,13 +205,10 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
     parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     again = ", blocks computed again in the backward pass" * model.recompute
-    high = parameters > 5e7 and values()["LR"] > 1e-5
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
         f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
-        + "\nLR is high for a model of this size: LR=1e-5 and TEMPERATURE=0.7 suit one of 124M parameters"
-        * high
     )
 
 

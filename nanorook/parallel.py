@@ -12,6 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from nanorook import hardware
 
@@ -91,9 +92,7 @@ def sum_gradients(parameters):
     if world() == 1:
         return
     gradients = [p.grad for p in parameters]
-    flat = total(torch.cat([g.flatten() for g in gradients]))
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-        gradient.copy_(part.view_as(gradient))
+    vector_to_parameters(total(parameters_to_vector(gradients)), gradients)
 
 
 def gather(items):

@@ -14,6 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 import traceback
 from io import BytesIO
 from pathlib import Path
@@ -24,9 +26,12 @@ import torch
 from nanorook import parallel, settings
 from nanorook.settings import fail
 from nanorook.task import raised_by
+from nanorook.verdict import card, verdict
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model".split()  # by a run
+MADE = (
+    "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
+)  # by a run
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
@@ -43,7 +48,9 @@ class Run:
         self.skipped_in_a_row = 0
         self.rollbacks = 0
         self.good = None  # the last state known to be healthy, see snapshot()
+        self.record = ""  # its name where REPORT_TO sends it
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
+        self.report = None  # a function, see loggers.connect()
 
     def acquire_lock(self):
         """Holds OUT_DIR, which has to be empty or a run's, until this process ends, however it ends."""
@@ -101,13 +108,15 @@ class Run:
             fail(f"the run in {self.out} was begun by an older version of this program; start over with FRESH=1.")
         vars(self).update({name: saved[name] for name in self.kept})
         settings.check_resumed(saved["settings"], parallel.log)
-        finished = self.step == steps and "after" in self.skill and (self.out / "model").exists()
-        if finished or self.step > steps:
+        if self.step > steps or (self.step == steps and finished(self.out)):
             fail(f"{self.out} holds a run of {self.step} steps, which STEPS={steps} does not continue; raise it, "
                  "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
+        parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
-        parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
+            if settings.values()["LR_SCHEDULE"] != "constant":
+                parallel.log(f"LR had fallen to 0 by step {self.step}, where the run was to end. It now follows the "
+                             f"schedule of a run of {steps} steps, and so is above 0 again.")  # fmt: skip
         return saved["model"], saved["optimizer"]
 
     def snapshot(self, model, optimizers):
@@ -144,12 +153,30 @@ class Run:
             if path.name != f"step-{self.best[1]:06d}":
                 shutil.rmtree(path)
 
-    def finish(self, model):
-        """The trained model and the report; a report that fails does not fail the run."""
-        model.save(self.out / "model")
-        print(f"{self.out}/model        the trained model, a folder that transformers opens", flush=True)
-        subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
-        self.lock.close()
+    def leave(self, model, signal=0):
+        """The trained model with its card, the verdict and the report, also where a signal has stopped the run. A
+        report that fails does not fail it; a red verdict does, after all is written, so that a script notices."""
+        if parallel.rank() == 0:
+            model.save(self.out / "model")
+            lines, file = verdict(self.out), self.out / "run.json"
+            write(self.out / "model" / "README.md", card(self.out, lines))
+            print("\n" + "\n".join(textwrap.fill(line, 110, subsequent_indent="  ") for line in lines), flush=True)
+            subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
+            if not signal:
+                about = json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+                write(file, json.dumps(about))
+            self.lock.close()
+        if signal:
+            parallel.log(f"stopped after step {self.step}; {continuation(self.out, settings.values()['FRESH'])}")
+            sys.exit(128 + signal)
+        if parallel.rank() == 0 and lines[0].startswith("● red"):
+            sys.exit(1)
+
+
+def finished(out):
+    """Whether the run in this folder has made all its steps. One that was stopped leaves a `model` as well."""
+    file = Path(out, "run.json")
+    return file.exists() and "finished" in json.loads(file.read_text())
 
 
 def continuation(out, fresh):

@@ -1,7 +1,7 @@
 """Means with 95 % intervals: of the values of questions, of two evaluations question by question, and over seeds."""
 
 import math
-from statistics import fmean, variance
+from statistics import NormalDist, fmean, variance
 
 import numpy as np
 
@@ -67,6 +67,19 @@ def gain(before, after):
         return b - a, math.hypot(a_half, b_half)
     mean, half = interval(values)
     return mean, half if min(len(known(before)), len(known(after))) > 1 else math.inf
+
+
+def beyond_chance(gains):
+    """The names in {name: (mean, half-width of its 95 % interval)} whose mean is not zero. Among many rows a few leave
+    zero out by chance, so all of them together err in one run of twenty (Holm, 1979, A Simple Sequentially Rejective
+    Multiple Test Procedure); as for a normal distribution, which means of dozens of questions have."""
+    ratios = {name: abs(mean) / half if half else math.inf * bool(mean) for name, (mean, half) in gains.items()}
+    ordered, found = sorted(gains, key=ratios.get, reverse=True), []
+    for i, name in enumerate(ordered):
+        if not 1.96 * ratios[name] > NormalDist().inv_cdf(1 - 0.025 / (len(ordered) - i)):
+            break
+        found.append(name)
+    return found
 
 
 def shared_variance(questions, values):

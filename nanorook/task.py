@@ -15,7 +15,6 @@ import re
 import sys
 import traceback
 from collections import Counter
-from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +30,7 @@ class Question(NamedTuple):
     kind: str  # a name in LIMITS; questions of one kind are sampled together
     prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token; nanorook.chat makes such ones
     truth: Any  # what grade() needs; only what JSON can hold, as it is written to samples.jsonl
-    stop: str = ""  # an answer ends with a token that holds this text, too; the same for all questions of a kind
+    stop: str = ""  # an answer ends with a token that holds this text, too
     stop_after: int = 0  # tokens of an answer in which the stop is not looked for yet, as one may begin with a space
 
 
@@ -65,6 +64,7 @@ class Task(Protocol):
     def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
         """What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off."""
 
+    # Optional: LARGE = True, if DEFAULTS were chosen for a model above 50M parameters, see nanorook/sizes.py.
     # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
     # Optional: def show(question, text) -> str, what a page shows with an answer, or a terminal instead of it, whatever
     # the answer is. If it begins with "<" it is HTML, for pages alone; its docstring then explains the pictures.
@@ -78,8 +78,7 @@ def prompt_text(prompt):
 def prompt_ids(prompt, tokenizer):
     """A prompt's token ids. Only what is Special becomes a special token, whatever the texts hold."""
     pieces = [prompt] if isinstance(prompt, str) else prompt
-    ids = ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p) for p in pieces)
-    return [*chain.from_iterable(ids)]
+    return [i for p in pieces for i in ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p))]
 
 
 def load(file) -> Task:
@@ -109,7 +108,8 @@ def module_of(file):
     if not (path := next(paths, None)):
         return None
     for module in list(sys.modules.values()):  # a program may have imported it already
-        if getattr(module, "__file__", None) and Path(module.__file__).resolve() == path:
+        known = getattr(module, "__file__", None) or ""
+        if known.endswith(path.name) and Path(known).resolve() == path:
             return module
     name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -149,48 +149,42 @@ def make_questions(task, items, count, rng, config):
 
 
 def first_questions(task, items, count, rng, config):
-    """The same, and a check for which later steps have no time: whether the items are afterwards what they were."""
+    """The same, with checks for which later steps have no time: items stay what they were, JSON holds the truth."""
     before = pickle.dumps(items)
     questions = make_questions(task, items, count, rng, config)
     if pickle.dumps(items) != before:
         fail("the task's make_questions changes its items, so a resumed run would ask other questions: change a copy.")
+    for question in questions:
+        try:
+            json.dumps(question.truth)
+        except (TypeError, ValueError) as error:
+            fail(f"the truth of {prompt_text(question.prompt)!r:.60} has to be what JSON can hold ({error}).")
     return questions
 
 
 def checked(task, questions):
-    stops = {}  # of each kind
     for question in questions:
         kind, prompt, _, stop, _ = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
         if not all(isinstance(text, str) for text in (kind, *pieces, stop)) or not any(pieces):
             fail(f"the task returned {question!r:.80}: expected a Question with a kind, a prompt and a `stop` of text.")
-        if question.kind not in task.LIMITS:
-            fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
-        if stops.setdefault(question.kind, question.stop) != question.stop:
-            fail(f"the task's {question.kind} questions have different stops, {stops[question.kind]!r} and "
-                 f"{question.stop!r}; give them one, or two kinds.")  # fmt: skip
-        try:
-            json.dumps(question.truth)
-        except (TypeError, ValueError) as error:
-            fail(f"the truth of {prompt_text(prompt)!r:.60} has to be what JSON can hold ({error}).")
+        if kind not in task.LIMITS:
+            fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions
 
 
 def graded(task, answers):
     """The answers with their grades, each of which keeps to the contract."""
-
-    def truths():
-        return repr({id(answer.question): answer.question.truth for answer in answers})
-
-    before, result = truths(), []
+    truths, result = {id(answer.question): answer.question.truth for answer in answers}, []
+    before = repr(truths)
     for answer in answers:
         random.seed(answer.text)
         grade = task.grade(answer.question, answer.text, answer.hit_limit)
         if wrong := wrong_grade(grade, answer.text):
-            asked = prompt_text(answer.question.prompt)
-            fail(f"the task's grade, of the answer {answer.text!r:.60} to {asked!r:.60}: {wrong}")
+            prompt = prompt_text(answer.question.prompt)
+            fail(f"the task's grade, of the answer {answer.text!r:.60} to {prompt!r:.60}: {wrong}")
         result.append(answer._replace(grade=grade))
-    if truths() != before:
+    if repr(truths) != before:
         fail("the task's grade changes the truth of its question, and with it what the next answer is worth: "
              "change a copy.")  # fmt: skip
     return result
@@ -225,10 +219,9 @@ def wrong_grade(grade, text):
                 return f"the piece {piece!r} has to be (a name of its own, a finite number, (start, end), ...)."
         for span in spans:
             match span:
-                case (start, end) if type(start) is type(end) is int and 0 <= start <= end <= len(text):
-                    pass
-                case _:
-                    return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
+                case (int(start), int(end)) if 0 <= start <= end <= len(text):
+                    continue
+            return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
     for name, value in grade.metrics.items():
         if type(name) is not str or not name or " " in name or "/" in name or name in TAKEN:
             return f"the metric {name!r} needs a name of one word without /, and none of {', '.join(TAKEN)}."

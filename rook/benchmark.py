@@ -1,11 +1,11 @@
-"""What a chess model can do on positions that are never trained on, or two models with their difference.
+"""What a chess model can do on positions that are never trained on, or two models and their difference.
 
 python -m rook.benchmark MODEL                          the table, greedy and at temperature 1
 python -m rook.benchmark MODEL OTHER                    two models and their difference, question by question
 python -m rook.benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
 
-tools.evaluate asks the questions of a run's own task. Here all models get the same ones: whole policy and environment
-answers by sorts of positions and moves, mates, games against itself, and puzzles from files in three formats.
+tools.evaluate asks the questions of a run's own task. Here all models get the same ones, for whole policy and
+environment answers, mates, games against itself, and puzzles from files in three formats.
 """
 
 import argparse
@@ -61,18 +61,9 @@ def measure(model, temperature, positions, puzzles, openings, tried):
 
     moves = [rewards.environment_question(position, rng, text_format) for position in positions]
     found = ask([rewards.policy_question(position, text_format) for position in positions]) | ask(moves)
-    boards, illegal = [chess.Board(position.fen) for position in positions], [move.truth[3] for move in moves]
-    by_board = {"White": [board.turn for board in boards], "Black": [not board.turn for board in boards]}
-    by_board["in check"] = [board.is_check() for board in boards]
-    best = [[chess.Move.from_uci(uci) for uci, _ in position.moves[:1]] for position in positions]
-    by_board["best move captures"] = [any(map(board.is_capture, moves)) for board, moves in zip(boards, best)]
-    by_move = {"legal move": [not wrong for wrong in illegal], "illegal move": illegal}
-    for name in ("policy legal", "policy best", "environment next_state", "environment truncated"):
-        for sort, chosen in (by_board if name.startswith("policy") else by_move).items():
-            found[f"{name}, {sort}"] = [*compress(found.get(name, ()), chosen)]
-    short = [position._replace(history=(), asked=None) for position in positions]  # the history is the move alone
+    short = [position._replace(history=(), asked=None) for position in positions]
     short = ask([rewards.environment_question(position, rng, text_format, illegal_share=0) for position in short])
-    found["environment next_state, legal move, short history"] = short["environment next_state"]
+    found["environment next_state, legal move without history"] = short["environment next_state"]
 
     for name, some in puzzles.items():
         asked = [puzzle_questions(puzzle, text_format) for puzzle in some]
@@ -84,14 +75,11 @@ def measure(model, temperature, positions, puzzles, openings, tried):
                 found[f"{row}, {band}"] = [*compress(found[row], (puzzle.band == band for puzzle in some))]
     if openings:
         found |= games.count("self", *games.play(model, openings, temperature))
-        starts = [games.START] * (len(openings) if temperature else 1)  # all would be the same game
-        lengths, _ = games.count("self", *games.play(model, starts, temperature)).values()
-        found["half-moves from the starting position"] = lengths
     return found
 
 
 def puzzle_questions(puzzle, text_format):
-    """{what is added to the row's name: a question that asks for the solution in this way}"""
+    """{addition to the row's name: a question that asks for the solution in this way}"""
     position, solutions, _ = puzzle
     if move := position.asked:
         prompt = rewards.environment_prompt(position.fen, move, [*position.history, move], text_format)
@@ -109,7 +97,7 @@ def with_mate(boards):
 
 
 def read_puzzles(path, most):
-    """{row: [Puzzle, ...]} of a file in any of the three formats; of Lichess's `most` in each row."""
+    """{row: [Puzzle, ...]} of a file in any of the three formats, with at most `most` of Lichess's in each row."""
     if path.endswith(".zst"):
         fail(f"{path} is compressed; unpack it first: zstd -d {path}")
     try:
@@ -147,7 +135,7 @@ def read_lichess(lines, most):
 
 
 def with_published(rows):
-    """The rows of a table with one more column, and below the first one of each set of puzzles what others publish."""
+    """The rows of a table, and below the first row of each set of puzzles, in a new column, what others publish."""
     result, published = [[*rows[0], "published"]], dict(PUBLISHED)
     for row in rows[1:]:
         theirs = published.pop(row[0].rpartition(" T=")[0], {})

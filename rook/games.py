@@ -32,25 +32,25 @@ LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
 ILLEGAL, NORMAL = "illegal move", "normal"  # how a game ends
 
 
-def answers(model, questions, temperature, group_size=1, seed=0, rows=128):
-    """[Answer, ...]: `group_size` to each of some questions of one kind, `rows` of them sampled at once."""
+def answers(model, questions, temperature, group_size=1, seed=0):
+    """[Answer, ...]: `group_size` answers to each of some questions of one kind."""
     generator, limit = torch.Generator().manual_seed(seed), max(rewards.LIMITS.values())
     noise = torch.rand(len(questions), group_size, limit, generator=generator)
-    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, max_rows=rows)
+    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, max_rows=128)
     parts = tqdm(parts, f"answers, temperature {temperature:g}", leave=False, disable=None)
     return [answer for _, part in parts for answer in part]
 
 
-def best_moves(model, fens, temperature, group_size=1, seed=0):
-    """The move after `B:` of each answer to each position, or None."""
+def best_moves(model, fens, temperature, seed):
+    """For each position the move after `B:` in the model's answer, or None."""
     text_format = rewards.chess_format(model.config)
     questions = [rewards.Question("policy", rewards.policy_prompt(fen, text_format), ()) for fen in fens]
-    found = [rewards.parse_policy(a.text)[1] for a in answers(model, questions, temperature, group_size, seed)]
+    found = [rewards.parse_policy(a.text)[1] for a in answers(model, questions, temperature, seed=seed)]
     return [answer and answer[2][0] for answer in found]
 
 
 def openings(positions, count):
-    """The earliest of the boards in which a game can go on."""
+    """The earliest positions in which the game is not over, each board once."""
     early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
     early = distinct(position._replace(asked=None) for position in early)
     going_on = (p for p in early if is_sound(p) and not is_over(chess.Board(p.fen)))
@@ -66,11 +66,12 @@ def has_white(i):
 
 
 def play(model, starts, temperature, opponent=None):
-    """(boards, how each game ended). `opponent` is a function of a board; the model has White in every other game."""
+    """(boards, how each game ended). `opponent` is a function from a board to a move; without one the model plays both
+    sides, and with one it has White in every other game."""
     boards, ends, seeds = [chess.Board(start.fen) for start in starts], {}, itertools.count()
     while alive := [i for i in range(len(boards)) if i not in ends]:
         turn = [i for i in alive if opponent is None or boards[i].turn == has_white(i)]
-        chosen = best_moves(model, [boards[i].fen() for i in turn], temperature, seed=next(seeds))
+        chosen = best_moves(model, [boards[i].fen() for i in turn], temperature, next(seeds))
         moves = {i: uci for i, uci in zip(turn, chosen) if uci in {move.uci() for move in boards[i].legal_moves}}
         ends |= {i: ILLEGAL for i in turn if i not in moves}
         for i in alive:

@@ -1,8 +1,8 @@
 """Labels positions with Stockfish: up to five best moves of each, with their evaluations.
 
-The positions come from games that Stockfish plays against itself, or from files (--from). The work is cut
-into numbered units: a game, or CHUNK positions of the input. What a unit gives depends only on the settings
-and its number. So the file is the same with any number of workers, and a run that was killed continues after
+The positions come from games that Stockfish plays against itself, or from files (--from). The work is divided into
+numbered units, each of which is a game or CHUNK positions of the input. The result of a unit depends only on the
+settings and its number. So the file is the same with any number of workers, and a run that was killed continues after
 its last unit.
 """
 
@@ -28,16 +28,16 @@ from pathlib import Path
 import chess
 from tqdm import tqdm
 
-from nanorook.settings import fail, number
+from nanorook.settings import fail, number, output_file
 from rook import positions
 from rook.stockfish import NODES, Engine, EngineError, find
 
 CHUNK = 16  # positions of the input in a unit
 
-# Self-play. Moves are drawn from cheap searches. Games differ by a random opening, the temperature of the draw
-# and the share of random moves. Neighbours in a game are much alike, so only one position in eight is kept.
+# Self-play. Moves are drawn from cheap searches. Games differ in their random opening, the temperature of the draw and
+# the share of random moves. Neighbouring positions of a game are much alike, so only one position in eight is kept.
 PLAY_NODES = 300
-OPENING = 20  # half-moves at most; short openings are more frequent: after a long one few games are even
+OPENING = 20  # half-moves at most; short openings are more frequent, since few games are even after a long one
 TEMPERATURES = 10, 20, 40, 80, 160  # centipawns
 RANDOM_MOVES = 0, 0.02, 0.1
 KEPT = 1 / 8
@@ -67,7 +67,7 @@ def play(engine, rng):
 
 
 def label(engine, unlabelled, nodes):
-    """The positions with their moves; those of finished games are left out."""
+    """The positions with their best moves, without those in which the game is over."""
     labelled = []
     for position in unlabelled:
         board = chess.Board(position.fen)
@@ -77,19 +77,19 @@ def label(engine, unlabelled, nodes):
 
 
 def start_worker(*_):
-    """The main process decides when to stop; a worker ends with it, even if it is killed."""
+    """Leaves it to the main process when to stop. A worker ends with the main process, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
 def write_position(position):
-    """The line of our own format."""
+    """The position as a line of our own format."""
     moves = " ".join(f"{uci}:{cp}" for uci, cp in position.moves)
     return f"{position.fen};{' '.join(position.history)};{moves}"
 
 
-engine = functools.cache(Engine)  # of this worker process
+engine = functools.cache(Engine)  # one for each worker process
 
 
 def work(path, unit, nodes):
@@ -107,7 +107,7 @@ def work(path, unit, nodes):
 
 
 def lock(file, name):
-    """Holds a file, open for writing, until it is closed or this process ends."""
+    """Locks a file that is open for writing until it is closed or this process ends."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -115,8 +115,8 @@ def lock(file, name):
 
 
 def resume(file, header):
-    """The units that an earlier run has written after the header, one in each line, positions separated by tabs. A
-    line that was not written to its end is cut off."""
+    """The units that an earlier run has written after the header, one on each line with tabs between its positions. A
+    line that was not finished is cut off."""
     lock(file, file.name)
     file.seek(0)
     text = file.read()
@@ -139,8 +139,6 @@ def resume(file, header):
 
 def run(args):
     out, partial, path = args.out, f"{args.out}.partial", require()
-    if os.path.isdir(out):
-        fail(f"{out} is a folder; name a file in it.")
     if os.path.exists(out) and not os.path.exists(partial):
         fail(f"{out} is there already: delete it to make it again.")
     probe = Engine(path)
@@ -172,7 +170,7 @@ def run(args):
                 if not ahead:
                     break
                 new = []
-                for line in ahead.popleft().result():  # in the order of the units, whichever ends first
+                for line in ahead.popleft().result():  # in the order of the units, whichever of them ends first
                     key = positions.board_key(line.split(";")[0])
                     if key not in boards and len(lines) + len(new) < wanted:
                         boards.add(key)
@@ -186,7 +184,7 @@ def run(args):
         pool.shutdown(wait=False, cancel_futures=True)
     text = "".join(f"{line}\n" for line in lines).encode()
     Path(f"{out}.tmp").write_bytes(gzip.compress(text, mtime=0) if out.endswith(".gz") else text)
-    os.replace(f"{out}.tmp", out)  # the file appears whole or not at all
+    os.replace(f"{out}.tmp", out)  # so that the file appears whole or not at all
     os.remove(partial)
     left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" if len(lines) < wanted else ""
     print(f"{out}: {len(lines)} positions{left_out}, {os.path.getsize(out) / 1e6:.2f} MB.")
@@ -194,7 +192,7 @@ def run(args):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m rook.label", description="Label positions with Stockfish.")
-    parser.add_argument("out", metavar="OUT", help="the file to make; gzipped if its name ends in .gz")
+    parser.add_argument("out", metavar="OUT", type=output_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
     many, cores = number(int, 1), os.cpu_count()
     parser.add_argument("--positions", type=many, help="how many (default: 22000 from self-play, all from files)")

@@ -43,6 +43,12 @@ def contract_board(fen):
     return re.sub(r"\.+", lambda match: str(len(match[0])), board) + space + rest
 
 
+def read_prompt(prompt):
+    """(FEN, []) of a question about a position, (FEN, [move, recent moves, ""]) of one about a move."""
+    fen, *asked = prompt[3:].partition("M:")[0].strip().split("+")
+    return contract_board(fen), asked
+
+
 def mirror_fen(fen):
     """The same position with White and Black exchanged."""
     board, turn, castling, en_passant, *counters = fen.split(" ")
@@ -54,19 +60,19 @@ def mirror_fen(fen):
 
 
 def board_key(fen):
-    """Equal for positions that count as the same board: counters do not matter, nor does mirroring."""
+    """The same for positions that count as one board: neither counters nor mirroring make a difference."""
     fen = fen if fen.split(" ", 2)[1] == "w" else mirror_fen(fen)
     return fen.rsplit(" ", 2)[0]
 
 
 def held_out(fen):
-    """Whether the board is in the eleventh part that is never trained on. Its hash decides, in every file and run, and
-    must never change: what a trained model has not seen depends on it."""
+    """Whether the board is in the eleventh of all boards that is never trained on. Its hash decides in every file and
+    run, and must never change, since what a trained model has not seen depends on it."""
     return zlib.crc32(board_key(fen).encode()) % 11 == 0
 
 
 def distinct(positions):
-    """Each board once, and once for each move that is asked: the first of several, or the first that has labels."""
+    """Each board once, and once for each move that is asked about: the first position, or the first with labels."""
     found = {}
     for position in positions:
         key = board_key(position.fen), position.asked
@@ -140,9 +146,9 @@ def verify(position):
 def read_line(line, place):
     """[position] of a line, [] of an empty one or a comment. `place` is (file, number of the line).
 
-    To verify half a million labelled lines in our own format would take two minutes. So after a file's first
-    VERIFIED_LINES, which show whether another program wrote it, only odd lines are verified: without eight ranks, or
-    with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash. The
+    Verifying half a million labelled lines in our own format would take two minutes. So after a file's first
+    VERIFIED_LINES, which show whether another program wrote it, only odd lines are verified: those without eight ranks,
+    or with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash. The
     others are verified when they are drawn, see `is_sound`."""
     line = line.strip()
     if not line or line.startswith("#"):
@@ -156,7 +162,7 @@ def read_line(line, place):
 
 
 def is_sound(position):
-    """Whether a position can be used. One that `load` has not verified is verified before its first use."""
+    """Whether a position can be used. If `load` has not verified it, that is done here, before its first use."""
     return position not in UNVERIFIED or is_verified(position)
 
 
@@ -172,7 +178,7 @@ def is_verified(position):
 
 
 def draw(positions, count, rng):
-    """`count` of the positions at random; one that cannot be used is replaced by the rng's next choice that can."""
+    """`count` of the positions at random. One that cannot be used is replaced by the rng's next choice that can."""
     chosen = rng.sample(positions, count)
     others = filter(is_sound, (rng.choice(positions) for _ in range(1000)))  # a tenth of them may be wrong, not all
     return [p if is_sound(p) else next(others, None) or fail("too many lines are wrong, see above.") for p in chosen]
@@ -236,14 +242,20 @@ def load(source):
 
 # ---- Moves -------------------------------------------------------------------------------------------------
 
+SPECIAL = {  # moves that are asked about more often than games have them: where there are any, with this probability
+    "en_passant": (0.9, chess.Board.is_en_passant),
+    "promotion": (0.6, lambda board, move: bool(move.promotion)),
+    "castling": (0.5, chess.Board.is_castling),
+    "capture": (0.1, chess.Board.is_capture),
+}
+
 
 def illegal_move(board, rng):
-    """A random illegal move, often one that is nearly legal: random squares are too easy to recognise."""
+    """A random illegal move, often a nearly legal one, as moves between random squares are too easy to recognise."""
     own, other = board.occupied_co[board.turn], board.occupied_co[not board.turn]
-    if rng.random() < 0.25:  # leaves the king in check
-        unsafe = [move for move in board.generate_pseudo_legal_moves() if board.is_into_check(move)]
-        if unsafe:
-            return rng.choice(unsafe)
+    pseudo_legal = board.generate_pseudo_legal_moves() if rng.random() < 0.25 else ()
+    if unsafe := [move for move in pseudo_legal if board.is_into_check(move)]:  # leaves the king in check
+        return rng.choice(unsafe)
     while True:
         start = rng.choice(list(chess.SquareSet(rng.choice([own, own, own, other, ~board.occupied & chess.BB_ALL]))))
         ends = chess.SquareSet(chess.BB_ALL)
@@ -270,12 +282,12 @@ def mating_moves(board):
 
 
 def environment_move(board, rng, illegal_share, best=None):
-    """A move to ask about: illegal ones, and rare kinds of moves more often than games have them."""
+    """A move to ask about. It may be illegal, and rare kinds of moves are more frequent than in games."""
     legal = list(board.legal_moves)
     if not legal or rng.random() < illegal_share:
         return illegal_move(board, rng).uci()
-    # To try every move is slow, so moves that end the game are looked for only where they are likely: the best move is
-    # one (or unknown, then at random), the opponent has only king and pawns (stalemate), five pieces or fewer are left.
+    # Trying every move is slow, so moves that end the game are looked for only where they are likely: if the best move
+    # is one (or at random, if it is unknown), if the opponent has only king and pawns, or if few pieces are left.
     likely = game_end(board, chess.Move.from_uci(best)) if best else rng.random() < 0.3
     pieces = board.occupied_co[not board.turn] & ~board.kings & ~board.pawns
     if likely or not pieces or chess.popcount(board.occupied) <= 5:
@@ -285,13 +297,21 @@ def environment_move(board, rng, illegal_share, best=None):
         endings.pop(None, None)
         if endings and rng.random() < 0.9:
             return rng.choice(rng.choice(list(endings.values()))).uci()
-    for share, kind in (
-        (0.9, board.is_en_passant),
-        (0.6, lambda move: move.promotion),
-        (0.5, board.is_castling),
-        (0.1, board.is_capture),
-    ):
-        special = [move for move in legal if kind(move)]
+    for share, is_special in SPECIAL.values():
+        special = [move for move in legal if is_special(board, move)]
         if special and rng.random() < share:
             return rng.choice(special).uci()
     return best if best and rng.random() < 0.3 else rng.choice(legal).uci()
+
+
+@functools.lru_cache(1000)  # the answers of a group have one question
+def groups(prompt):
+    """The groups that a question belongs to, whose results a mean over all questions would hide."""
+    fen, asked = read_prompt(prompt)
+    board = chess.Board(fen)
+    if not asked:
+        return ["in_check"] * board.is_check()
+    if asked[0] not in {move.uci() for move in board.legal_moves}:
+        return ["illegal"]
+    move, short = chess.Move.from_uci(asked[0]), len(asked[1].split()) < 10
+    return [name for name, (_, is_special) in SPECIAL.items() if is_special(board, move)] + ["short_history"] * short

@@ -38,10 +38,10 @@ from rollout import sample
 from rook import positions, texts
 from rook.label import lock, start_worker
 
-# What a token of RookWorld's texts may be: pieces, a number, a letter of a square or a header, a sign; and the space.
+# A token of RookWorld's texts is pieces, a number, a letter of a square or a header, or a sign; or it is the space.
 TEXT_TOKEN = re.compile(r" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
-LEGAL_WEIGHT = 4.0  # of the loss on probability that leads to no legal move, see texts.legal_tokens()
-WARMUP = 100  # steps in which the learning rates rise
+LEGAL_WEIGHT = 4.0  # the weight of the loss on probability that leads to no legal move, see texts.legal_tokens()
+WARMUP = 100  # in the first steps the learning rates rise
 TOKENIZERS = {
     "squares": partial(Tokenizer.of_bytes, chess.SQUARE_NAMES),  # a move is two tokens
     "expanded": Tokenizer.of_bytes,
@@ -93,9 +93,9 @@ def new_model(args):
         unused = unused_tokens(model)
         model.wte.weight.data[unused] = model.wte.weight.data[unused][:1]
     else:
-        # A square's place in the prompt, and where the environment's answer predicts it (from the token before), starts
-        # as its name's tokens: to find a move's square is one dot product. From random places a small model takes
-        # thousands of steps to learn it.
+        # The embedding of a square's place in the prompt, and of the place where the environment's answer predicts it
+        # (from the token before), starts with the embedding of its name. To find a move's square is then one dot
+        # product; from random embeddings a small model takes thousands of steps to learn it.
         for board in (len("P: "), rewards.WIDTH[args.format]["A: "] - 1):
             for square in chess.SQUARES:
                 name = model.wte.weight[tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
@@ -104,7 +104,7 @@ def new_model(args):
 
 
 def unused_tokens(model):
-    """(V,) True for the tokens that no text has: of GPT-2's 50,257 all but 1,836."""
+    """(V,) True for the tokens that no text uses, which are all but 1,836 of GPT-2's 50,257."""
     strings = {i: token.decode("latin-1") for i, token in model.tokenizer.token_bytes.items()}
     used = [bool(TEXT_TOKEN.fullmatch(strings.get(i, ""))) for i in range(model.config.vocab_size)]
     used[model.tokenizer.eos] = True
@@ -112,8 +112,8 @@ def unused_tokens(model):
 
 
 def share_unused_row(model):
-    """(V,) the row of each token in the embedding. From now on all unused tokens have one row, the last, if they are
-    equal, as in a new model: on a CPU a softmax over all of GPT-2's tokens would take longer than the layers."""
+    """(V,) the row of each token in the embedding. If the rows of all unused tokens are equal, as in a new model, they
+    share the last row from now on: on a CPU a softmax over all of GPT-2's tokens would take longer than the layers."""
     weight, unused = model.wte.weight.detach(), unused_tokens(model).to(model.wte.weight.device)
     if not unused.any() or not (weight[unused] == weight[unused][0]).all():
         return torch.arange(len(weight), device=weight.device)
@@ -132,7 +132,7 @@ def with_all_rows(model, row_of):
 
 
 def log_probabilities(model, states, counts):
-    """(K, V) for states (K, C): those of the rows of the embedding, which stand for `counts` (V,) equal tokens each."""
+    """(K, V) for states (K, C), where each row of the embedding stands for `counts` (V,) equal tokens."""
     return (model.head(states).float() + counts.log()).log_softmax(-1)
 
 
@@ -142,8 +142,8 @@ def hidden(model, tokens):  # (R, S) -> (R, S, C)
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose updates are made orthogonal by five Newton-Schulz steps (Jordan et al., 2024).
-    torch.optim.Muon's are always in bf16, which takes 15 of 18 seconds a step on a CPU without units for it."""
+    """Nesterov momentum whose updates are made orthogonal by five Newton-Schulz steps (Jordan et al., 2024). Those of
+    torch.optim.Muon are always in bf16, and take 15 of 18 seconds of a step on a CPU without units for it."""
 
     def __init__(self, matrices, lr, dtype, momentum=0.95):
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
@@ -170,7 +170,7 @@ def orthogonal(x):
 
 
 def schedule(step, steps, decay):
-    """Factor of the learning rates: it rises, is held, and falls to zero over the last share `decay` of the steps."""
+    """The factor of the learning rates: it rises, is held, and falls to zero over the last share `decay` of steps."""
     left = (steps - step) / (decay * steps) if decay else 1.0
     return min(1.0, (step + 1) / WARMUP, left)
 
@@ -186,20 +186,16 @@ def evaluate(model, questions):
 
 
 def open_folder(out):
-    """Locks it; one that cannot be written to, or whose model another program has made, is refused."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / ".lock", os.O_CREAT | os.O_WRONLY)  # which stays open until this process ends
-    except OSError as error:
-        fail(f"{out} cannot be written to ({error.strerror}); name another folder.")
-    lock(descriptor, out)
+    """Locks the folder, and refuses one with a model that another program has made."""
+    out.mkdir(parents=True, exist_ok=True)
+    lock(os.open(out / ".lock", os.O_CREAT | os.O_WRONLY), out)  # it stays open until this process ends
     foreign = [file for name in ("config.json", "*.safetensors", "*.bin") for file in out.glob(name)]
     if foreign and not (out / "trainer.pt").exists():
         fail(f"{out} holds a model that this program has not made; name another folder to write to.")
 
 
 def save(out, model, dtype, state):
-    """Replaces files only when all new ones are written; these are within `out`, which may be a disk of its own."""
+    """Replaces the files after all new ones are written, within `out`, as it may be a disk of its own."""
     unfinished = out / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
     model.save(unfinished / "model", dtype)
@@ -309,7 +305,7 @@ def main():
         whole = with_all_rows(model, row_of)
         save(args.out, whole, weights_dtype, state)
         if stop:
-            sys.exit(f"stopped at step {step}; the same command goes on from there.")
+            sys.exit(f"stopped at step {step}; the same command resumes from there.")
         skill = {"step": step, "texts": step * args.rows, "seconds": round(seconds), **evaluate(whole, questions)}
         shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
         tqdm.write(f"step {step}  " + "  ".join(shown))

@@ -30,7 +30,7 @@ def find():
 
 
 class Engine:
-    """A Stockfish process with one thread, so that a search of so many nodes always gives the same answer."""
+    """A Stockfish process with one thread, so that searches of equally many nodes give equal answers."""
 
     TIMEOUT = 60  # seconds for an answer; a search of very many nodes gets more
     INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
@@ -47,7 +47,7 @@ class Engine:
             self.send(f"setoption name {option}")
 
     def send(self, command):
-        with suppress(OSError, ValueError):  # it died, or was closed, which its answer will show
+        with suppress(OSError, ValueError):  # it has died or was closed, which its missing answer will show
             print(command, file=self.process.stdin, flush=True)
 
     def answer(self, command, last, nodes=0):
@@ -103,8 +103,8 @@ def labelling_engine():
 
 
 def label(fen):
-    """The best moves of a position that came without labels, as search() gives them; () without Stockfish, where
-    the rules of chess alone grade. An engine that fails ends the run: without it the reward would be another one."""
+    """The best moves of a position without labels, as search() gives them; () without Stockfish, where only the rules
+    of chess grade. An engine that fails ends the run, since the reward would be another one without it."""
     try:
         engine = labelling_engine()
         return engine.search(chess.Board(fen)) if engine else ()

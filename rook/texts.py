@@ -1,7 +1,7 @@
 """The texts that rook.pretrain teaches: questions with their ideal answers, as tokens with weights.
 
-Two tasks more than the policy's and the environment's teach the rules: to list the legal moves of a position (L:),
-which starts as most of the mix and fades, and to mark moves as legal or not (J:, in the formats of small models).
+Beside the policy's and the environment's, two tasks teach the rules: to list the legal moves of a position (L:), which
+is most of the mix at first and fades, and to mark moves as legal or not (J:, in the formats of small models).
 """
 
 import re
@@ -13,17 +13,17 @@ import rewards
 from rook import positions
 from rook.stockfish import CANDIDATES, MATE
 
-RARE = 1 / 3  # share of texts about boards of rare_kinds(), which games seldom show
-CAPTURES = 0.35  # share of moves that are captures outright where there is one; with the rest, 40 % of legal moves
-ILLEGAL = 0.35  # share of illegal moves among the rest, 30 % of all
-LEGAL, LEGAL_STEPS = 0.56, 4000  # share of texts that list legal moves: at first; none after these steps
-CUT = 0.75  # share of RookWorld's P: lines that end after their moves: at first; none after LEGAL_STEPS
-JUDGE = 0.12  # share of texts that mark moves as legal or not
-ENVIRONMENT = 0.4  # share of the environment's among the other texts
-ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide each token, where a policy's moves and numbers are half chance
-UNCHANGED_WEIGHT = 0.3  # of the loss on a square that the move leaves as it was: most squares, and easy to learn
-DECISIVE_WEIGHT = 5.0  # on the few tokens of an answer that matter most, see weigh()
-FIELD_WEIGHTS = {"M": 1, "E": 0.3, "B": 3, "": 0.1}  # in RookWorld's lines; the last one is of their padding
+RARE = 1 / 3  # the share of texts about boards of rare_kinds(), which games seldom show
+CAPTURES = 0.35  # the probability that a capture is chosen where there is one; in all 40 % of legal moves are captures
+ILLEGAL = 0.35  # the share of illegal moves among the rest, which is 30 % of all moves
+LEGAL, LEGAL_STEPS = 0.56, 4000  # the first step's share of texts that list legal moves; it falls to 0 in these steps
+CUT = 0.75  # the first step's share of RookWorld's P: lines that end after their moves; it falls to 0 in LEGAL_STEPS
+JUDGE = 0.12  # the share of texts that mark moves as legal or not
+ENVIRONMENT = 0.4  # the environment's share of the other texts
+ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide every token, while a policy's moves and numbers are half chance
+UNCHANGED_WEIGHT = 0.3  # of the loss on squares that the move does not change; they are the most, and easy to learn
+DECISIVE_WEIGHT = 5.0  # of the loss on the few tokens of an answer that matter most, see weigh()
+FIELD_WEIGHTS = {"M": 1, "E": 0.3, "B": 3, "": 0.1}  # of the loss on RookWorld's fields and, last, on their padding
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 
 
@@ -59,8 +59,8 @@ def moves_text(position, rng, text_format):
 
 
 def environment_text(position, rng, text_format):
-    """Half of the texts have a short history, down to the move alone: with ten moves always, a model reads the move at
-    the tenth place, and fails where it is empty. Captures change most, so they are asked more often than in RL."""
+    """Half of the texts have a short history, down to the move alone. If there were always ten moves, the model would
+    read the move at the tenth place, and fail where that is empty. Captures change most, so they are frequent."""
     if rng.random() < 0.5:
         earlier = rng.randrange(10)
         position = position._replace(history=position.history[-earlier:] if earlier else ())
@@ -73,12 +73,12 @@ def environment_text(position, rng, text_format):
 def legal_text(position, rng, text_format):
     moves = [move.uci() for move in chess.Board(position.fen).legal_moves]
     prompt = "L" + rewards.policy_prompt(position.fen, text_format)[1:]
-    listed = " ".join(rng.sample(moves, min(19, len(moves))))  # then the text is as long as a policy's
+    listed = " ".join(rng.sample(moves, min(19, len(moves))))  # which makes the text as long as a policy's
     return prompt, listed if text_format in rewards.WIDTH else f" {listed}"
 
 
 def judge_text(position, rng, text_format):
-    """16 moves, each with a mark, + where it is legal: practice for the environment, whose texts judge a move each."""
+    """16 moves, each with + if it is legal, or -. This is practice for the environment, whose texts judge one move."""
     board = chess.Board(position.fen)
     legal = [move.uci() for move in board.legal_moves]
     moves = [rng.choice(legal) if rng.random() < 0.5 else positions.illegal_move(board, rng).uci() for _ in range(16)]
@@ -107,10 +107,10 @@ def rare_kinds(labelled):
 
 
 def task_rows(step, rows, text_format, beginner, legal_steps=LEGAL_STEPS):
-    """How many texts of each task a step has. `beginner`: it starts from random weights and has to learn the rules."""
-    unit = max(1, rows // 32)  # few numbers of rows are few shapes
+    """How many texts of each task a step has. A `beginner` starts from random weights and has to learn the rules."""
+    unit = max(1, rows // 32)  # multiples of it keep the number of shapes small
     fades = max(0, 1 - step / legal_steps) if beginner else 0
-    judge_share = JUDGE if text_format in rewards.WIDTH else 0  # weigh() is what makes its marks the only targets
+    judge_share = JUDGE if text_format in rewards.WIDTH else 0
     legal, judge = (round(share * rows / unit) * unit for share in (LEGAL * fades, judge_share))
     environment = round(ENVIRONMENT * (rows - legal - judge) / unit) * unit
     policy = rows - environment - judge - legal
@@ -173,7 +173,7 @@ def tokenize(texts, tokenizer, n_positions, text_format):
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
         if prompt.startswith("A: ") and text_format in rewards.WIDTH:
-            # Behind its move stands a judge's mark, in place of what begins the history.
+            # After the move in the prompt, the target is a judge's mark instead of the history's first token.
             place = len(tokenizer.encode("+".join(prompt.split("+")[:2]))) - 1
             targets[i, place], weights[i, place] = ord("+" if answer.endswith("+0") else "-"), DECISIVE_WEIGHT
     places, allowed = np.flatnonzero(targets >= 0), np.zeros((len(legal), tokenizer.vocab_size), dtype=bool)
@@ -198,8 +198,8 @@ def weigh(prompt, answer, text_format):
     if prompt.startswith("P: "):  # the best move, which repeats the first
         before, header, best = answer.rpartition("B: ")
         return [(before + header, 1), (best, DECISIVE_WEIGHT), ("", 1)]
-    # What a rule decides: the squares of the move, which tell whether it was legal, and the clock of the 50-move rule,
-    # which at weight 1 stayed wrong after a quarter of legal moves.
+    # Decisive are the squares of the move, which show whether it was legal, and the clock of the 50-move rule, which
+    # at weight 1 was still wrong after a quarter of legal moves.
     board, fields, clock, rest = re.fullmatch(r"(.{71})( \S+ \S+ \S+ )(\d+)(.*)", answer).groups()
     move = prompt.split("+")[1]
     decisive = [place_on_board(chess.parse_square(name)) for name in (move[:2], move[2:4])]
@@ -210,7 +210,7 @@ def weigh(prompt, answer, text_format):
 
 
 def weigh_fields(prompt, answer):
-    """weigh() for RookWorld's format, where a token may be several squares and includes the space before it."""
+    """weigh() for RookWorld's format, where a token may stand for several squares and includes the space before it."""
     if prompt.startswith("P: "):
         fields = [piece for piece in re.split("( +(?= ))", answer) if piece]  # the last space belongs to the next field
         pieces = [(piece, FIELD_WEIGHTS[piece.strip()[:1]]) for piece in fields]
@@ -226,11 +226,11 @@ def weigh_fields(prompt, answer):
 
 
 def legal_tokens(prompt, answer, tokenizer, text_format):
-    """(place, tokens with which a legal move that was not listed before goes on) at each token of a text's moves.
-    A text shows one of thirty legal moves; the loss on the sum of all that is not legal says the rule itself."""
+    """For each token of a text's moves, (place, the tokens that continue a legal move which was not listed before).
+    A text shows one of thirty legal moves; a loss on all probability that leads to none teaches the rule itself."""
     if prompt.startswith("J: "):
         return
-    board = chess.Board(positions.contract_board(prompt[3:].partition("+")[0].strip()))
+    board = chess.Board(positions.read_prompt(prompt)[0])
     header, listed = re.match("( *M: )?(.*?)(?= *E:|$)", answer).groups("")
     before, space = prompt + header, ""
     if prompt.startswith("A: "):

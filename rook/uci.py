@@ -1,7 +1,7 @@
 """The model as a chess engine: UCI on stdin and stdout, for chess programs and match runners.
 
-There is no search, and no move takes longer than another: it plays the legal move that the model thinks likeliest, or
-draws one by these probabilities where Temperature is set. The protocol: UCI, by Huber and Meyer-Kahlen.
+There is no search, and all moves take the same time: it plays the legal move that the model finds likeliest, or draws
+one by these probabilities if Temperature is set. The protocol is UCI, by Huber and Meyer-Kahlen.
 """
 
 import argparse
@@ -15,14 +15,13 @@ import torch
 
 from model import GPT
 from nanorook import hardware
-from nanorook.settings import fail
 from rewards import LIMITS, Question, chess_format, policy_prompt, start_model
 from rollout import pad_prompts, sample
 from rook.texts import policy_completion
 
 COMMANDS = "uci debug isready setoption register ucinewgame position go stop quit".split()
 SHOWN = 5  # candidates in a report
-COUNTER = 9999  # a FEN's counters end here, or a prompt could be of any length
+COUNTER = 9999  # the largest counter in a FEN; without a limit a prompt could be of any length
 
 
 def send(*lines):
@@ -30,7 +29,7 @@ def send(*lines):
 
 
 def read_temperature(words):
-    """That of `name Temperature value N`, N hundredths, as UCI has whole numbers only; None where it says else."""
+    """The temperature in `name Temperature value N`, N hundredths as UCI has only whole numbers; None if absent."""
     match = re.fullmatch(r"name temperature value ([0-9]{1,6})", " ".join(words).lower())
     if not match:
         send("info string the option is Temperature (0 to 1000)")
@@ -38,7 +37,7 @@ def read_temperature(words):
 
 
 def read_position(words):
-    """The board of `startpos|fen FEN [moves ...]`. From the first illegal move on, the moves are left out."""
+    """The board of `startpos|fen FEN [moves ...]`. The moves end before the first illegal one."""
     at = words.index("moves") if "moves" in words else len(words)
     if words[:1] == ["startpos"]:
         board = chess.Board()
@@ -60,15 +59,15 @@ def read_position(words):
 
 
 def before_the_move(model, board):
-    """The tokens after which the model says its move: the first candidate, which is its best one. RookWorld lists the
-    candidates in random order, so there the model makes its list first, and the move is the one after `B:`."""
+    """The tokens after which the model names its move. That is its first candidate, which is its best one. RookWorld's
+    lists are in random order, so in that format the model writes its list first, and the move is the one after `B:`."""
     text_format, encode = chess_format(model.config), model.tokenizer.encode
     prompt, header = policy_prompt(board.fen(), text_format), "M:"
     if text_format == "rookworld":
         ((_, (answer,)),) = sample(model, [Question("policy", prompt, ())], 1, LIMITS, temperature=0)
         list_made, header, _ = answer.text.rpartition("B:")
         padded = policy_completion(board.fen(), [("a1a1", 0)], text_format).partition("M:")[0] + "M:"
-        header = list_made + header if header else padded  # without a list it is a candidate, after padding
+        header = list_made + header if header else padded  # without a list it is the first candidate
     return encode(prompt) + encode(header)
 
 
@@ -84,8 +83,8 @@ def rank(model, board, moves):
 
 
 def choose(model, board, temperature, asked=()):
-    """The move to play, one of `asked` if any of them is legal; says the likeliest ones, each with its share of the
-    probability of all legal moves that it may be."""
+    """The move to play, one of `asked` if any of them is legal. Tells the likeliest moves, each with its share of the
+    probability of all moves that it could be."""
     legal = [move.uci() for move in board.legal_moves]
     moves = [move for move in legal if move in asked] or legal
     if not moves:
@@ -108,9 +107,6 @@ def main():
     name = parser.parse_args().model or start_model()
     device, dtype = hardware.prepare()
     model = GPT.load(name).to(device).inference_copy(dtype)
-    prompt = model.tokenizer.encode(policy_prompt(chess.STARTING_FEN, chess_format(model.config)))
-    if model.config.n_positions - len(prompt) < LIMITS["policy"]:
-        fail(f"{name}: the model's positions leave too few tokens after a prompt for an answer.")
     board, temperature, waiting = chess.Board(), 0.0, None
     for line in sys.stdin.buffer:
         words = line.decode("ascii", "ignore").split()
@@ -130,17 +126,17 @@ def main():
                 board = read_position(words)
             except ValueError as error:
                 send(f"info string {error}, so the position stays what it was")
-        elif command in ("go", "stop", "quit") and waiting:
+        elif command == "quit":
+            break
+        elif command in ("go", "stop") and waiting:
             send(f"bestmove {waiting}")
             waiting = None
         if command == "go":
             searched = words[words.index("searchmoves") :] if "searchmoves" in words else ()
             waiting = choose(model, board, temperature, searched)
-            if "infinite" not in words:  # else the answer waits for `stop`
+            if "infinite" not in words:  # otherwise the answer waits for `stop`
                 send(f"bestmove {waiting}")
                 waiting = None
-        elif command == "quit":
-            break
     if waiting:
         send(f"bestmove {waiting}")
 

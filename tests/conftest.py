@@ -1,7 +1,8 @@
 """Fixtures, and what becomes of tests that need a program which is not installed."""
 
+import functools
+import gc
 import gzip
-import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
@@ -16,10 +17,18 @@ import torch
 import rewards
 import toy
 import train
+from experiments import large
 from model import GPT, GPTConfig
-from nanorook import tokenizer
 from nanorook.tokenizer import Tokenizer
 from rook import positions, stockfish, texts
+
+load, embedded = positions.load, functools.cache(positions.load)
+# Reading the embedded positions takes more than a second, and a dozen tests want them.
+positions.load = lambda source: [*embedded(source)] if source == "builtin" else load(source)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the libraries stay anyway, and toy.run would look through all they hold each time
 
 
 def pytest_runtest_setup(item):
@@ -81,13 +90,7 @@ def bpe_folder(chess_lines, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """GPT-2's own tokenizer files, made of its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
-    folder, merges = tmp_path_factory.mktemp("gpt2"), gzip.open(toy.ROOT / "tests/gpt2/merges.txt.gz").read()
-    merged = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
-    tokens = [*tokenizer.byte_names().values(), *merged, tokenizer.END]
-    (folder / "merges.txt").write_bytes(merges)
-    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    return folder
+    return large.write_tokenizer(tmp_path_factory.mktemp("gpt2"))
 
 
 @pytest.fixture

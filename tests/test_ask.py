@@ -20,7 +20,8 @@ def output(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_chess(capsys):
+def test_chess(capsys, monkeypatch):
+    monkeypatch.setitem(rewards.LIMITS, "policy", 30)  # cut off, which takes less time
     lines = output(capsys, "weights/tiny", *f"{FEN} e2e4".split(), "--answers", "2").splitlines()
     assert lines[0].startswith("environment: ") and lines[0].endswith("+e2e4+e2e4+") and lines[2][12:] == NEXT
     question = rewards.Question("environment", "", json.loads(lines[1].removeprefix("truth: ")))
@@ -31,7 +32,7 @@ def test_chess(capsys):
 
 
 def test_other_tasks(capsys, toy_model):
-    asked = toy.user_runs("-m", "tools.ask", toy_model, "k f q b t =", TASK="examples/letters.py").stdout
+    asked = output(capsys, toy_model, "k f q b t =", "TASK=examples/letters.py")
     assert asked.startswith('letters: k f q b t =\ntruth: "tqkfb"\n  greedy -> ')
     asked = output(capsys, toy_model, "37+58=", TOY)  # it has no `question`
     assert ": 37+58=\n  greedy ->" in asked and "truth:" not in asked and "\nnot graded: " in asked

@@ -26,7 +26,12 @@ def shown(toy_settings, monkeypatch, capsys):
 
 def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_model, monkeypatch, tmp_path, capsys):
     toy_run(EVAL_POSITIONS=20)
-    printed = capsys.readouterr().out.splitlines()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", None)  # the run's own figures are not measured again
+        patch.setattr(sys, "argv", ["evaluate", str(tmp_path / "out")])
+        capsys.readouterr()
+        evaluate.main()
+        printed = capsys.readouterr().out.splitlines()
     monkeypatch.setattr(train, "EVAL_POSITIONS", 20)
     monkeypatch.setattr(train, "MODEL", toy_model)
     first, rows = shown(tmp_path / "out" / "model", run={"MODEL": toy_model})
@@ -41,24 +46,27 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
 
 
 def test_one_model_two_models_and_several_tries(shown, toy_model):
-    first, rows = shown(toy_model, "--samples", 4)
+    first, rows = shown(toy_model, "EVAL_SAMPLES=4")
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]
     assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
-    _, rows = shown(toy_model, toy_model, "--samples", 1, "SEED=0")
+    _, rows = shown(toy_model, toy_model, "EVAL_SAMPLES=1", "SEED=0")
     assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
     with pytest.raises(SystemExit, match="EVAL_POSITION=3 is not a setting .*did you mean EVAL_POSITIONS=3"):
         shown(toy_model, "EVAL_POSITION=3")
 
 
-def test_pass_at_k_is_asked_of_the_same_model_and_questions(toy_settings, monkeypatch):
+def test_pass_at_k_is_asked_of_the_same_model_and_questions(toy_settings, toy_run, tmp_path, monkeypatch):
     honest = toy.grade
-    grade = lambda *a: toy.Grade((), {"even": float(honest(*a).reward > 0.3)})  # noqa: E731
+    grade = lambda *a: toy.Grade((("all", 0.5),), {"even": float(honest(*a).reward > 0.3)})  # noqa: E731
     monkeypatch.setattr(toy, "grade", grade)
     skill, _ = train.evaluate(toy.model(), toy.questions(12), samples=16)
     shares = [skill[f"short even pass@{k}"][0] for k in (1, 4, 16)]
     assert 0 < shares[0] < shares[1] < shares[2] <= 1 and "short even pass@64" not in skill
     assert abs(shares[0] - skill["short even T=1"][0]) < 0.5
     assert len(skill["short even T=1"][2]) == len(skill["short even pass@4"][2])
+    toy_run(STEPS=2, EVAL_EVERY=1, EVAL_SAMPLES=4)
+    kept = json.loads((tmp_path / "out" / "skill.json").read_text())
+    assert [title for title in kept if "long even pass@4" in kept[title]] == ["before", "after"] != [*kept]
 
 
 def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path, monkeypatch):

@@ -22,13 +22,13 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         given = dict(argument.split("=", 1) for argument in command[2:])
         started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
-        (out / "model").mkdir(parents=True)
+        out.mkdir()
         gain = 0 if given["CONTROL"] == "shuffle" else 0.1 + 0.2 * int(given["SEED"])
         skill = {t: {"policy reward T=0": figure([0.4 + x, 0.6 + x])} for t, x in (("before", 0), ("after", gain))}
-        about = {"machine": "m", "questions": {"policy": [int(given["SEED"]), 7]}}
+        about = {"machine": "m", "finished": "today", "questions": {"policy": [int(given["SEED"]), 7]}}
         for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
-        return types.SimpleNamespace(wait=lambda: 0)
+        return types.SimpleNamespace(wait=lambda seconds: 1)  # a run that collapsed has finished, too
 
     def main(*arguments):
         monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", *arguments])
@@ -61,6 +61,12 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     assert len(started) == 4
 
 
+def test_a_figure_that_not_every_evaluation_has_is_drawn_where_it_is(tmp_path):
+    skill = {"0": {"q right T=0": [0.1, 0.0]}, "5": {}, "9": {"q right T=0": [0.2, 0.0]}}
+    seeds.draw([{"skill": skill}], [], ["q right T=0"], tmp_path / "some.png")
+    assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp_path, monkeypatch):
     run = mock.Mock(**{"wait.side_effect": KeyboardInterrupt})
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: run)
@@ -68,7 +74,7 @@ def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp
     with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
         with pytest.raises(SystemExit, match="^stopped; the run at hand ends when it has saved its step"):
             runpy.run_module("experiments.seeds", run_name="__main__")
-    assert run.mock_calls == [mock.call.wait()]
+    assert run.mock_calls == [mock.call.wait(10)]
 
 
 def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
@@ -78,23 +84,23 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
         folders, runs = [tmp_path / f"{names[1][0]}-{i}" for i in range(2)], []
         for folder, asked, values in zip(folders, names, ([1, 1, 0, 0.02], [1, 1, 0, 0])):
             folder.mkdir()
+            about = {"questions": {"q": asked}, "finished": "today"}
             skill = {t: {"q right T=0": figure(v)} for t, v in (("before", [0, 0, 0, 0]), ("after", values))}
-            for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": {"questions": {"q": asked}}}.items():
+            for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
                 (folder / f"{name}.json").write_text(json.dumps(content))
-            (folder / "model").mkdir()
             runs.append(seeds.run(folder, []))
         tables.append(seeds.table(runs, [], [seeds.shared(folders), {}]))
     assert "50.2 | +50.2 ± 48.8 |" in tables[0] and "50.2 | +50.2 ± 3.2 |" in re.sub(" +", " ", tables[1])
 
 
 def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, monkeypatch, capsys):
-    for name, table in variants.TABLES.items():
-        task = importlib.import_module(f"examples.{name}")
-        changed = {name for changes in (table.shared, *table.variants.values()) for name in changes}
+    for name, table in variants.VARIANTS.items():
+        task, shared = importlib.import_module(f"examples.{name}"), variants.SHARED[name]
+        changed = {name for changes in (shared, *table.values()) for name in changes}
         assert all(hasattr(train, name) or hasattr(task, name) for name in changed)
         recorded = seeds.read(seeds.ROOT / "experiments" / f"variants-{name}.json")
-        assert recorded["about"] == {"shared": table.shared, "variants": table.variants}
-        assert recorded["runs"].keys() == table.variants.keys()
+        assert recorded["about"] == {"shared": shared, "variants": table}
+        assert recorded["runs"].keys() == table.keys()
     made = []
 
     def run(folder, arguments):

@@ -8,6 +8,7 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
+import rollout
 import toy
 import train
 from nanorook.task import Grade, shuffled
@@ -359,8 +360,8 @@ def test_groups_without_signal_leave_the_update_and_nothing_else(loss, toy_setti
     monkeypatch.setattr(
         train, "forward", lambda *args: graded.append(torch.is_grad_enabled() * len(args[1].tokens)) or forward(*args)
     )
-    for split in (lambda batch, has_kl: [(batch, True)]), train.split_by_signal:
-        monkeypatch.setattr(train, "split_by_signal", split)
+    for all_have in True, False:
+        monkeypatch.setattr(train, "microbatches", lambda *args, has=all_have: rollout.microbatches(*args[:2], has))
         model = copy.deepcopy(start)
         graded.clear()
         metrics = train.update(model, None, [torch.optim.SGD(model.parameters(), lr=0.5)], batches, 10**6)

@@ -130,6 +130,7 @@ def test_an_engine_that_dies_once_is_started_again_and_a_missing_one_is_said(tmp
     out, died = tmp_path / "out", tmp_path / "died"
     run(out, STOCKFISH_PATH="/bin/false", wrong="error: Stockfish (/bin/false) died.")
     run(out, "--from", tmp_path / "none.txt", wrong=str(tmp_path / "none.txt"))
+    run(tmp_path, wrong=f"argument OUT: {tmp_path} cannot be written: it is a folder")
     assert list(tmp_path.iterdir()) == []
     text = f"""[ -e {died} ] && exec {label.require()}
         while read word rest; do case $word in uci) echo uciok;; go) touch {died}; exit 1;; esac; done"""

@@ -138,7 +138,7 @@ def test_a_twin_computes_what_the_model_does_and_has_no_gradients(model, dtype):
 
 @pytest.mark.slow
 def test_a_step_of_124_million_weights(toy_run, monkeypatch, tmp_path, capsys):
-    """MODEL=jrahn/RookWorld-LM-124M: its sizes, the advice for its learning rate, a KL of 0, an update, a folder."""
+    """MODEL=jrahn/RookWorld-LM-124M: its sizes, a KL of 0, an update, a folder."""
     torch.manual_seed(0)
     model, number = GPT(GPTConfig(eos_token_id=256)), count()
     model.tokenizer = Tokenizer.of_bytes()
@@ -147,8 +147,8 @@ def test_a_step_of_124_million_weights(toy_run, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Run, "save", lambda *_: None)  # it would take gigabytes
     changes = dict(MODEL=str(tmp_path / "start"), STEPS=1, BATCH_POSITIONS=1, GROUP_SIZE=2, EVAL_POSITIONS=1)
     [row] = toy_run(**changes, LR=3e-5)
-    said, trained = capsys.readouterr().out, GPT.load(tmp_path / "out" / "model")
-    assert "124.4M parameters" in said and "LR=1e-5 and TEMPERATURE=0.7" in said
+    trained = GPT.load(tmp_path / "out" / "model")
+    assert "124.4M parameters" in capsys.readouterr().out
     assert abs(row["kl"]) < 1e-6 and row["logprob_gap"] < 1e-4 and row["grad_norm"] > 0 and not row["skipped"]
     moved = [(a - b).abs().max() for a, b in zip(model.parameters(), trained.parameters())]
     assert 0 < max(moved) < 3.3e-5  # AdamW's first step is LR at most

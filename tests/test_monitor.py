@@ -31,6 +31,20 @@ STATES = {
 }
 
 
+def test_advice_names_the_cause():
+    """Not TEMPERATURE where the reward is capped or answers are cut off, nor the limit after a collapse."""
+
+    def advice(**changes):
+        row = HEALTHY | {f"b/{name}" if name in KIND else name: value for name, value in changes.items()}
+        return monitor.diagnose(row, past, 1, 1)["advice"]
+
+    for past in ([], [HEALTHY] * 3):
+        assert "is it a cap?" in advice(reward=0.2, reward_max=0.2, frac_zero_std=1.0)
+        assert "no b answer earns anything" in advice(reward_max=0, reward=0, frac_zero_std=1.0)
+        assert "b answers are cut off" in advice(hit_limit=0.3, frac_zero_std=0.6)
+        assert ("b answers no longer end, as they did at first: lower LR" in advice(hit_limit=1.0)) == bool(past)
+
+
 def test_figures_have_gaps_where_there_is_no_value():
     found = [("b", {"right": 1.0}), ("a", {}), ("c", {"right": 0.0, "pawns": 3.0})]
     grades = [(prompt, Grade((("all", i / 4),), metrics)) for i, (prompt, metrics) in enumerate(found)]

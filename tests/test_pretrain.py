@@ -219,7 +219,7 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     run("whole", *arguments)
     with pytest.raises(ZeroDivisionError):
         run("broken", *arguments, at_5=lambda: 1 / 0)  # the end of step 4 was saved, step 5 is lost
-    with pytest.raises(SystemExit, match="stopped at step 5; the same command goes on from there"):
+    with pytest.raises(SystemExit, match="stopped at step 5; the same command resumes from there"):
         run("broken", *arguments, at_4=lambda: os.kill(os.getpid(), signal.SIGTERM))
     run("broken", *arguments, "--workers", 2)  # no draw depends on how many processes make the texts
     assert "resumed" in capsys.readouterr().out

@@ -1,22 +1,60 @@
+import pkgutil
 import re
 import textwrap
 import types
 
 import pytest
 
-import train
+from experiments import tables
 from rook.positions import Position
 from toy import ROOT
 
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-TESTS = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
+TESTS = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "tests").glob("*.py")}
+PACKAGES = "nanorook", "rook", "tools", "examples", "experiments"
+SOURCES = [file for part in (".", *PACKAGES) for file in (ROOT / part).glob("*.py")]
+SETTINGS = {*re.findall(r'\bsetting\(\s*"(\w+)"', "".join(file.read_text() for file in SOURCES))}
+SETTINGS |= {"PYTHON", "OMP_NUM_THREADS", "WANDB_MODE"}  # of tools/setup.sh, torch and wandb
+MODULES = {*PACKAGES, *(file.stem for file in ROOT.glob("*.py"))}
+SHORT = {"GPT": "model.GPT", "task": "nanorook.task.Task", "model": "model.GPT"}  # what the pages call by a short name
+SHORT |= {name: f"nanorook.task.{name}" for name in ("Question", "Grade")}
+
+
+def exists(name):
+    """Whether a dotted name is that of a module, or of a function or class in one."""
+    first, _, rest = name.partition(".")
+    for path in (name, f"{SHORT.get(first, first)}.{rest}"):
+        try:
+            return pkgutil.resolve_name(path) is not None
+        except (AttributeError, ImportError):
+            pass
+    return False
+
+
+def sentences(text):
+    """Those of the running text, of list items and of rows of tables; not of commands."""
+    blocks = re.split(r"\n\s*\n|\n(?=[-|\d])", re.sub(r"(?m)^ {4}.*$", "", text))
+    return [" ".join(sentence.split()) for block in blocks for sentence in re.split(r"(?<=[.:!?])\s+(?=[^a-z])", block)]
 
 
 def anchors(file):
     """The names that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", tables.PAGES, ids=lambda file: file.name)
+def test_each_table_is_what_the_recorded_figures_give(file):
+    text = file.read_text()
+    assert tables.rewritten(text) == text, "python -m experiments.tables writes them anew"
+
+
+def test_a_table_comes_from_a_file_and_rows():
+    page = "# A\n\n<!-- table\nletters.json: letters last T=0\n-->\n\n| wrong |\n\nmore\n"
+    head, rule, row, *rest = tables.rewritten(page).splitlines()[6:]
+    before, after, *_ = (float(cell) for cell in row.split("|")[2:4])
+    assert row.startswith("| letters last, greedy ") and before < 30 < 90 < after and rest == ["", "more"]
 
 
 def test_the_docs_stay_few():
@@ -49,25 +87,49 @@ def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
     assert paid["e4d5"].reward == 1.0 and paid["e4d5"].reward - paid["e4e5"].reward == pytest.approx(0.65)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+
+
+@each_page
 def test_each_file_and_setting_that_is_named_exists(file):
     text = file.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = file.parent / path if path else file
         assert target.exists() and (not anchor or anchor in anchors(target)), link
-    for name in re.findall(r"(?:-m |`)((?:tools|experiments|rook)\.[a-z_]+)", text):
-        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
     folders = "tests|tools|experiments|examples|nanorook|rook"
     for path in re.findall(rf"(?<![\w/])(?:{folders})/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
-    for test in re.findall(r"`(test_\w+)`", text):
-        assert f"def {test}(" in TESTS, test
-    elsewhere = {"PYTHON", "SUMS_REWARD", "QUESTIONS"}  # of setup.sh, examples/sums.py and tools.signal
-    settings = {*train.settings.values(), *elsewhere}
-    for line in re.findall(r".*train\.(?:sh|py)\b.*", text):
-        assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= settings, line
+    elsewhere = {"NAME", "THP_MEM_ALLOC_ENABLE"}  # any setting, and one of torch
+    assert {*re.findall(r"`([A-Z][A-Z_]+)=", text)} <= SETTINGS | elsewhere
     if file.parent == ROOT:
         table = text.partition("## The settings that matter")[2].partition("\n## ")[0]
         named = re.findall(r"`([A-Z_]+)(?:=1)?`", " ".join(re.findall(r"\n\|([^|]*)\|", table)))
-        assert len(named) > 12 and {*named} <= settings
+        assert len(named) > 12 and {*named} <= SETTINGS
+
+
+@each_page
+def test_each_function_and_command_that_is_named_exists(file):
+    text = file.read_text()
+    for name in re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)\b[^`]*`", text):
+        if name.partition(".")[0] in {*MODULES, *SHORT} and not re.search(r"\.(?:py|sh|safetensors|NAME)$", name):
+            assert exists(name), name
+    for line in text.replace("\\\n", " ").splitlines():
+        program = re.search(r"(?:-m |`)((?:tools|rook|examples|experiments)\.[a-z_]+)([^`]*)", line)
+        if program:
+            options = re.findall(r" (--[\w-]+)", program[2].partition("#")[0])
+            defined = (ROOT / f"{program[1].replace('.', '/')}.py").read_text()
+            assert not [option for option in options if f'"{option}"' not in defined], line
+        if program or re.search(r"train\.(?:sh|py)\b", line):
+            assert {*re.findall(r"\b([A-Z][A-Z_]+)=", line)} <= SETTINGS, line
+
+
+@each_page
+def test_each_test_that_is_named_exists_and_a_claim_of_one_names_it(file):
+    for sentence in sentences(text := file.read_text()):
+        files = re.findall(r"tests/test_\w+\.py", sentence)
+        if files or "tested" in sentence:
+            named = re.findall(r"\btest_\w+(?!\w*\.py)\b", sentence)
+            assert named and all(any(f"def {test}(" in TESTS[file] for test in named) for file in files), sentence
+    for test in re.findall(r"\b(test_\w+)(?!\w*\.py)\b", text):
+        assert f"def {test}(" in "".join(TESTS.values()), test

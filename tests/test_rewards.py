@@ -96,7 +96,8 @@ def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit,
 @settings(quick, max_examples=30)
 @given(fragments() | damaged())
 def test_any_answer_can_be_shown(text):
-    for prompt, truth in (("P: " + START, {"five": {"e2e4": 0.3}}), (f"A: {START}+e2e4+e2e4+", [AFTER])):
+    first = [(rewards.first_prompt(START, text_format), {"legal": ["e2e4"]}) for text_format in FORMATS]
+    for prompt, truth in (*first, ("P: " + START, {"five": {"e2e4": 0.3}}), (f"A: {START}+e2e4+e2e4+", [AFTER])):
         assert rewards.show(Question("", prompt, truth), text)[:4] in ("<svg", "")
 
 
@@ -262,7 +263,7 @@ def test_evaluations_are_compared_in_pawns_and_bounded():
 def test_the_best_move_is_best_for_the_side_to_move():
     """RookWorld's own data has it the other way round for Black: the worst of the five after `B:`."""
     fen = "rnbqkbnr/pppp1ppp/8/4p3/6P1/5P2/PPPPP2P/RNBQKBNR b KQkq - 0 2"
-    labels = ("h7h6", -500), ("d7d5", 150), ("d8h4", 99999), ("f8c5", 90), ("b8c6", 70), ("a7a6", 50)  # in any order
+    labels = ("d8h4", 99999), ("d7d5", 150), ("f8c5", 90), ("b8c6", 70), ("a7a6", 50), ("h7h6", -500)
     mate, worst, out = (policy(answer([uci], [0], uci), fen, labels).metrics for uci in ("d8h4", "a7a6", "h7h6"))
     assert (mate["best"], mate["top5"], worst["best"], worst["top5"], out["top5"]) == (1, 1, 0, 1, 0)
     equal = ("d2d4", 30), ("e2e4", 30)  # one of two equal bests is as good as the other
@@ -294,6 +295,44 @@ NONE = ["", " ", "M:", "M: e2e4 E: 0.3", "E: 0.3 M: e2e4 B: e2e4", "M: e2e4 B: e
 NONE += [GOOD.lower(), "Well, " + GOOD, GOOD.replace(" ", "\u00a0"), GOOD.replace(" ", "\n"), " " * 4096 + GOOD]
 TAILS = "+0.001+0+0+ +0.001+0 +x+0+0 ++0+0 +0.001+2+0 +0.001+0+-0 +0.001+00+0".split()
 NONE += [AFTER + tail for tail in TAILS + [f"+{number}+0+0" for number in ODD_NUMBERS]]
+
+
+EN_PASSANT, PROMOTION = "4k3/8/8/3pP3/8/8/8/4K3 w - d6 0 2", "1n5k/P7/8/8/8/8/8/K7 w - - 0 1"
+ROOKS = "4k3/8/8/8/8/8/8/R3K2R w KQ - 0 1"
+ASKED = [
+    (START, "e2e4", 10, set()),
+    (START, "e2e4", 9, {"short_history"}),
+    (START, "e2e5", 1, {"illegal"}),
+    (ROOKS, "e1g1", 10, {"castling"}),
+    (ROOKS, "a1a8", 10, set()),
+    (EN_PASSANT, "e5d6", 10, {"en_passant", "capture"}),
+    (EN_PASSANT, "e1d2", 10, set()),
+    (PROMOTION, "a7a8n", 10, {"promotion"}),
+    (PROMOTION, "a7b8q", 1, {"promotion", "capture", "short_history"}),
+]
+
+
+@pytest.mark.parametrize("fen, move, moves, groups", ASKED)
+@pytest.mark.parametrize("text_format", FORMATS)
+def test_what_hides_in_the_mean_of_next_states_has_rows_of_its_own(fen, move, moves, groups, text_format):
+    prompt = rewards.environment_prompt(fen, move, ["a1a2"] * (moves - 1) + [move], text_format)
+    truth = rewards.transition(fen, move)
+    for text, right in ((texts.environment_completion(*truth, text_format), 1), ("8/8 w - - 0 1+1+1+1", 0), ("", 0)):
+        found = grade(Question("environment", prompt, truth), text).metrics
+        rows = {name.removeprefix("next_state_"): found[name] for name in found if name.startswith("next_state_")}
+        assert rows == dict.fromkeys(groups, right) and found["next_state"] == right
+
+
+@pytest.mark.parametrize("text_format", FORMATS)
+def test_legal_moves_in_check_have_a_row_of_their_own(text_format):
+    for fen, row in (("4k3/8/8/8/8/8/8/q3K3 w - - 0 1", True), (START, False)):
+        position = Position(fen, (), ())
+        asked = [rewards.first_question(kind, position, text_format) for kind in ("moves", "mates")]
+        for question in [*asked, rewards.policy_question(position, text_format)]:
+            for move, right in (("e1e2" if row else "e2e4", 1), ("e1e3", 0)):
+                whole, first = answer([move], [0], move), f" {move} x" if question.stop_after else f"{move} "
+                metrics = grade(question, whole if question.kind == "policy" else first).metrics
+                assert metrics["legal"] == right and metrics.get("legal_in_check") == (right if row else None)
 
 
 @pytest.mark.parametrize("text", STRUCTURE)

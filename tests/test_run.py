@@ -19,7 +19,7 @@ import toy
 import train
 from model import GPT, GPTConfig
 from nanorook import monitor
-from nanorook.run import STEP, Run, catch_signals, continuation, rewind
+from nanorook.run import STEP, Run, catch_signals, continuation, finished, rewind
 
 
 def save(out, *steps):
@@ -273,9 +273,13 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
     while stops:
         with pytest.raises(SystemExit, match="143"):
             toy_run(**run)
-        assert f"stopped after step {stops.pop(0)}; the same command goes on" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert (
+            f"stopped after step {stops.pop(0)}; the same command goes on" in said and "● yellow  The run was" in said
+        )
+        assert (tmp_path / "out/model/README.md").exists() and not finished(tmp_path / "out")
     toy_run(**run)
-    assert toy.left_by(tmp_path / "out") == toy.left_by(tmp_path / "whole")
+    assert toy.left_by(tmp_path / "out") == toy.left_by(tmp_path / "whole") and finished(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -283,7 +287,7 @@ def test_killed_by_the_system(tmp_path, toy_model):
     settings = {**toy.SETTINGS, "MODEL": toy_model, **RUN, "STEPS": 100, "LR": 3e-4}  # 0.01 fails before the end
     command = [sys.executable, "train.py", *(f"{name}={value}" for name, value in settings.items())]
     rng = random.Random(0)
-    for _ in range(6):
+    for _ in range(3):
         process = subprocess.Popen([*command, f"OUT_DIR={tmp_path}/killed"], cwd=toy.ROOT)
         time.sleep(rng.uniform(3, 6))
         process.kill()

@@ -59,8 +59,20 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
+ROWS = "all +4 ", "short ", "long ", "all, TEMPERATURE=0.7 ", "long, even alone "
+
+
+def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):
+    toy_settings(MODEL=toy_model)
+    monkeypatch.setattr(signal, "QUESTIONS", 8)
+    monkeypatch.setattr("sys.argv", ["signal"])
+    signal.main()
+    printed = capsys.readouterr().out
+    assert all(re.search(f"^{row}", printed, re.M) for row in ROWS), printed
+
+
+@pytest.mark.slow
 def test_as_a_user_starts_it(toy_model):
     arguments = [f"{name}={value}" for name, value in (toy.SETTINGS | {"MODEL": toy_model, "QUESTIONS": 8}).items()]
     ended = toy.user_runs("-m", "tools.signal", *arguments)
-    for row in ("all +4 ", "short ", "long ", "all, TEMPERATURE=0.7 ", "long, even alone "):
-        assert re.search(f"^{row}", ended.stdout, re.M), ended.stderr
+    assert all(re.search(f"^{row}", ended.stdout, re.M) for row in ROWS), ended.stderr

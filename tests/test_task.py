@@ -23,10 +23,6 @@ def asking(**changes):
     return lambda *args: [question._replace(**changes) for question in HONEST(*args)]
 
 
-def stopping(*args):
-    return [question._replace(kind="short", stop="ab"[i % 2]) for i, question in enumerate(HONEST(*args))]
-
-
 def marking(items, *args):
     return [question._replace(truth=items[0].append(1)) for question in HONEST(list(range(len(items))), *args)]
 
@@ -70,7 +66,6 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
         asking(kind=["short"]),
         "expected a Question with a kind, a prompt and a `stop`",
     ),
-    "two stops": ("make_questions", stopping, "short questions have different stops, '[ab]' and '[ab]'; give them one"),
     "changes items": ("make_questions", marking, "make_questions changes its items, so a resumed"),
     "changes truth": ("grade", asking_less, "grade changes the truth of its question"),
     "load generator": (

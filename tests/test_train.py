@@ -14,22 +14,28 @@ from nanorook.statistics import figure
 from toy import ROOT, user_runs
 
 
-def test_a_run_leaves_what_it_promises(tmp_path, few_positions):
-    out, arguments = tmp_path / "out", "STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=3 MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0"
-    arguments += f" WARMUP_STEPS=0 DTYPE=float32 EVAL_POSITIONS=2 DATA={few_positions}"
+@pytest.mark.parametrize("task", ["tests/toy.py", pytest.param("rewards.py", marks=pytest.mark.slow)])
+def test_a_run_leaves_what_it_promises(task, tmp_path, few_positions, toy_model):
+    out, arguments = tmp_path / "out", f"TASK={task} STEPS=2 WARMUP_STEPS=0 DTYPE=float32 GROUP_SIZE=3"
+    model, kinds = (toy_model, ["short", "long"]) if "toy" in task else ("weights/tiny", ["policy", "environment"])
+    if "toy" in task:
+        arguments += f" MODEL={toy_model} BATCH_POSITIONS=8 EVAL_POSITIONS=8"
+    else:  # the embedded model, whose answers are long
+        arguments += f" DATA={few_positions} MIX_ENV_RATIO=0.5 MIX_FIRST_RATIO=0 BATCH_POSITIONS=2 EVAL_POSITIONS=2"
     result = user_runs("train.py", *arguments.split(), OUT_DIR=str(out), SAVE_EVERY="1", MODELS="/srv/models")
     assert result.returncode == 0, result.stderr
     assert [row["step"] for row in toy.rows(out)] == [1, 2]
     assert "<html" in (out / "report.html").read_text().lower()
     assert sorted(folder.name for folder in out.glob(STEP)) == ["step-000001", "step-000002"]
-    assert {"policy reward T=0", "environment reward T=1"} <= {*json.loads((out / "skill.json").read_text())["after"]}
+    rows = {f"{kind} reward T={temperature}" for kind in kinds for temperature in (0, 1)}
+    assert rows <= {*json.loads((out / "skill.json").read_text())["after"]}
     assert json.loads((out / "settings.json").read_text())["SAVE_EVERY"] == 1
     assert {"command", "commit", "machine", "dtype"} <= {*json.loads((out / "run.json").read_text())}
     assert "step 2/2 reward" in result.stdout and "● " in result.stdout
     assert "warning: the environment has MODELS" in result.stderr  # another program's: no error
-    trained, before = GPT.load(out / "model"), GPT.load(ROOT / "weights" / "tiny").state_dict()
+    trained, before = GPT.load(out / "model"), GPT.load(ROOT / model).state_dict()
     assert not [name for name, weight in trained.state_dict().items() if torch.equal(weight, before[name])]
-    tokens, hf = torch.arange(100)[None], AutoModelForCausalLM.from_pretrained(out / "model")
+    tokens, hf = torch.arange(20)[None], AutoModelForCausalLM.from_pretrained(out / "model")
     torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
 
 

@@ -1,8 +1,7 @@
+import io
 import os
 import random
-import subprocess
 import sys
-import threading
 
 import chess
 import chess.engine
@@ -21,32 +20,20 @@ CASTLING = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"
 PROMOTION = "8/P6k/8/8/8/8/7K/8 w - - 0 1"
 
 
-class Raw(subprocess.Popen):
-    def __init__(self):
-        super().__init__([sys.executable, "-m", "rook.uci"], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1)
-        timer = threading.Timer(PATIENCE, self.kill)
-        timer.daemon = True
-        timer.start()
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """talk(lines, lines, ...) is all that python -m rook.uci says of these lines, a list for each of the arguments."""
 
-    def ask(self, *lines):
-        """Its lines up to `readyok`."""
-        for line in (*lines, "isready"):
-            self.stdin.write((line.encode() if isinstance(line, str) else line) + b"\n")
-        self.stdin.flush()
-        said = [""]
-        while said[-1] != "readyok":
-            said.append(self.stdout.readline().decode().strip())
-            assert self.poll() is None or said[-1], "it has ended"
-        return said[1:-1]
+    def talk(*parts):
+        said = [line.encode() if isinstance(line, str) else line for part in parts for line in (*part, "isready")]
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(said))))
+        monkeypatch.setattr(sys, "argv", ["uci"])
+        uci.main()
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return [part.strip().splitlines() for part in printed.out.split("readyok\n")]
 
-
-@pytest.fixture(scope="module")
-def raw():
-    raw = Raw()
-    yield raw
-    raw.ask("position startpos")
-    last, errors = raw.communicate(b"go infinite\n", timeout=PATIENCE)  # the end of the input is answered
-    assert raw.returncode == 0 and errors == b"" and last.splitlines()[-1].startswith(b"bestmove")
+    return talk
 
 
 def test_moves_end_before_an_illegal_one(capsys):
@@ -91,20 +78,24 @@ def test_the_likeliest_move_is_played_and_a_temperature_draws(byte_model, monkey
     assert set(drawn) == set(chances) and 95 < drawn.count("h2g1") < 135
 
 
-def test_garbage_is_ignored_and_what_waits_answers_at_stop_alone(raw):
-    assert raw.ask("joho debug on", "ucinewgame", "", "   ", "bestmove e2e4", "stop", "ponderhit", "Go") == []
+def test_garbage_is_ignored_and_what_waits_answers_at_stop_alone(talk):
     rng = random.Random(0)
-    assert raw.ask(*(rng.randbytes(rng.randrange(200)).replace(b"\n", b"") for _ in range(300)), "x" * 100_000) == []
+    garbage = ["joho debug on", "ucinewgame", "", "   ", "bestmove e2e4", "stop", "ponderhit", "Go", "x" * 100_000]
+    garbage += [rng.randbytes(rng.randrange(200)).replace(b"\n", b"") for _ in range(300)]
     too_long = f"position fen {CASTLING.rsplit(' ', 1)[0]} {'1' * 1000}"  # it would make a prompt of any length
-    for line in ("position", "position fen \xff\xfe w", "position startpos moves e2e5", "setoption", too_long):
-        [said] = raw.ask(line)
+    wrong = "position", "position fen \xff\xfe w", "position startpos moves e2e5", "setoption", too_long
+    start = ["position startpos", "go infinite"]
+    searches = start, ["stop"], ["go infinite", "go"], start
+    ignored, *refused, searching, stopped, two, _, last = talk(garbage, *([line] for line in wrong), *searches)
+    assert ignored == [] and len(refused) == len(wrong)
+    for [said] in refused:
         assert said.startswith("info string ")
-    said = raw.ask("position startpos", "go infinite")
-    assert said and not [line for line in said if line.startswith("bestmove")]
-    [said] = raw.ask("stop")
+    assert searching and not [line for line in searching if line.startswith("bestmove")]
+    [said] = stopped
     assert said.split()[1] in {move.uci() for move in chess.Board().legal_moves}
-    said = raw.ask("go infinite", "go")  # the first one is answered first
-    assert [line.split()[0] for line in said].count("bestmove") == 2
+    assert [line.split()[0] for line in two].count("bestmove") == 2  # the first one is answered first
+    [said] = last  # the end of the input is answered
+    assert said.startswith("bestmove ")
 
 
 def test_it_plays_itself(tmp_path):

@@ -14,6 +14,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from nanorook import settings
 
@@ -23,7 +24,7 @@ if __name__ == "__main__":
 import grpo
 import train
 from model import GPT
-from nanorook import hardware, monitor
+from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import graded, load_items, make_questions, prompt_ids, start_model
 from rollout import detokenize, end_tokens, microbatches, sample
@@ -53,6 +54,7 @@ def norm(tensors):
 def prepare(count):
     """A model and `count` questions, as the settings name them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
+    print(sizes.in_words(train.SIZED))
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
@@ -64,7 +66,8 @@ def ask(model, questions, temperature):
     """What a step has before its update: (Batch, Answers) of each kind."""
     sampler = model.inference_copy(model.dtype)
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
-    for batch, part in sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise):
+    parts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
+    for batch, part in tqdm(parts, "sampling, batches", leave=False, disable=None):
         yield batch, graded(train.task, part)
 
 
@@ -87,7 +90,8 @@ def run_checks(model, reference, optimizers, questions):
 
     # The first step of a run, and what train.py says of it
     most = train.plan_memory(model, questions)
-    kinds = {part[0].question.kind: microbatches(batch, most) for batch, (_, part) in zip(batches, rollouts)}
+    parts = [[part for part, _ in microbatches(batch, most, True)] for batch in batches]
+    kinds = dict(zip((answers[0].question.kind for _, answers in rollouts), parts))
 
     @torch.no_grad()
     def logprobs(parts):  # (tokens,)
@@ -184,7 +188,8 @@ def completions(model, batch, samples):
     """Whether the mask and the tokens of a batch are those of the answers that were graded."""
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
-    expected, last = len(batch.prompts) * train.GROUP_SIZE, end_tokens(model, samples[0].question)
+    rules = samples[0].question.kind, samples[0].question.stop, samples[0].question.stop_after
+    expected, last = len(batch.prompts) * train.GROUP_SIZE, end_tokens(model.tokenizer, *rules)
     marks = [[i >= last.get(token, len(row)) for i, token in enumerate(row)] for row in rows]
     wrong = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))

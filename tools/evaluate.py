@@ -1,7 +1,8 @@
 """The held-out questions of a task, answered by any model, or by two with their difference, question by question.
 
+python -m tools.evaluate out                              the table of a run, as it measured it: nothing is asked again
 python -m tools.evaluate out/model                        a run's model beside its start model, as the run set it up
-python -m tools.evaluate out/model other --samples 64     two models; also pass@1, 4, 16, 64
+python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
 
 Greedy and at TEMPERATURE, EVAL_POSITIONS questions, with 95 % intervals. The task, its data and settings are those of
@@ -12,7 +13,9 @@ pass@1 and lowers pass@64 has made sharper what the model did sometimes (Yue et 
 """
 
 import argparse
+import json
 import random
+from pathlib import Path
 
 from nanorook import settings
 
@@ -22,7 +25,7 @@ if __name__ == "__main__":
 import train
 from model import GPT
 from nanorook import hardware
-from nanorook.settings import fail, number
+from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
 from nanorook.task import load_items, make_questions, start_model
 
@@ -30,11 +33,13 @@ from nanorook.task import load_items, make_questions, start_model
 def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
-    p.add_argument("--samples", type=number(int, 0), default=0, help="answers to each question for pass@k")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
     settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
     models = [word for word in a.model if "=" not in word]
+    if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
+        print(table(skill_rows(json.loads(file.read_text())), a.markdown))
+        return
     if len(models) == 1 and settings.GIVEN["run"]:
         models.insert(0, train.MODEL or start_model(train.task))
     if len(models) not in (1, 2):
@@ -45,7 +50,7 @@ def main():
         _, held_out = load_items(train.task, train.DATA, model.config)
         count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
-        columns[title], _ = train.evaluate(model, questions, a.samples)
+        columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
     print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     print(table(skill_rows(columns), a.markdown))
 

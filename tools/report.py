@@ -1,12 +1,14 @@
-"""A run as one page that needs no network: python -m tools.report OUT_DIR [OTHER] writes OUT_DIR/report.html.
+"""Runs as one page that needs no network: python -m tools.report OUT_DIR ... writes OUT_DIR/report.html.
 
-It shows the states, skill, curves and samples of any task's run, even of one that was killed; with OTHER, two runs side
-by side, in OUT_DIR/report-beside-OTHER.html. What a model wrote is escaped, and the page allows no script at all.
+It shows held-out skill beside the training curves, the states of all steps, answers and settings, for any task and even
+for a run that was killed. Where several runs are given, they stand beside each other with their differences, in
+report-beside-OTHERS.html of the first one's folder. What a model wrote is escaped, and the page allows no script.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 from html import escape
 from itertools import groupby
@@ -16,41 +18,41 @@ from typing import Any, NamedTuple
 
 from nanorook import task as task_file
 from nanorook.settings import fail
-from nanorook.tables import skill_rows
-from nanorook.task import Question, as_sum
+from nanorook.statistics import beyond_chance, gain, with_interval
+from nanorook.task import TAKEN, Question, as_sum
+from nanorook.verdict import read, verdict
+
+SHOWN = 3  # samples of each kind with the lowest reward, and as many with the highest
 
 
 class Run(NamedTuple):
-    label: str  # "A " or "B " before what is shown of one of two runs
-    name: str
+    folder: Path
+    name: str  # the folder's, with as much of its path as tells it from the other runs of the page
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
-    show: Any  # the task's function
     settings: dict
     about: dict  # run.json
-    skill: dict
+    skill: dict  # {title: {figure: [mean, half-width, values of the questions]}}
+    show: Any  # the task's function
+    curves: dict  # {"kind/metric": [(step, value), ...], "kind/metric T=0": [(step, mean, half-width), ...]}
 
 
-def read(path):
-    """The objects in a file, one in each line of a .jsonl, without those that a killed run has cut off."""
-    text, found = path.read_text(errors="replace") if path.is_file() else "", []
-    for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
-        try:
-            found.append(dict(json.loads(part)))
-        except (ValueError, TypeError, RecursionError):
-            continue
-    return found
-
-
-def read_run(folder, label):
-    folder = Path(folder)
+def read_run(folder, name):
+    folder, curves = Path(folder), {}
     rows = [row for row in read(folder / "metrics.jsonl") if "step" in row]
     if not rows:
         fail(f"{folder}/metrics.jsonl holds no step; give the OUT_DIR of a run that has made one.")
     for row in rows:
-        row |= {f"{name} seconds": value for name, value in row.pop("seconds", {}).items()}
-    files = [(read(folder / f"{name}.json") or [{}])[0] for name in ("settings", "run", "skill")]
-    return Run(label, str(folder), rows, read(folder / "samples.jsonl"), load_show(files[0].get("TASK")), *files)
+        for metric, value in (row | row.get("seconds", {})).items():
+            if isinstance(value, int | float):
+                curves.setdefault(metric, []).append((row["step"], float(value)))
+    settings, about, skill = ((read(folder / f"{file}.json") or [{}])[0] for file in ("settings", "run", "skill"))
+    for title, figures in skill.items():
+        step = rows[-1]["step"] if title == "after" else 0 if title == "before" else int(title.removeprefix("step "))
+        for figure, (mean, half, _) in figures.items():
+            curves.setdefault(figure.replace(" ", "/", 1), []).append((step, mean, half))
+    samples = read(folder / "samples.jsonl")
+    return Run(folder, name, rows, samples, settings, about, skill, load_show(settings.get("TASK")), curves)
 
 
 def load_show(file):
@@ -61,17 +63,18 @@ def load_show(file):
         return lambda question, text: ""
 
 
-def head(run):
-    tokens = sum(row.get("tokens", 0) for row in run.rows)
-    minutes = sum(value for row in run.rows for name, value in row.items() if name.endswith(" seconds")) / 60
-    facts = [f"{run.label}{run.name}", f"{run.rows[-1]['step']} steps", f"{tokens:,} completion tokens"]
-    about = {name: value for name, value in run.about.items() if name not in ("versions", "questions")}
-    about |= run.about.get("versions", {})
-    facts += [f"{minutes:.1f} min of steps", *(f"{name} {value}" for name, value in about.items())]
-    return f'<p class="soft">{escape(" · ".join(facts))}</p>'
+def head(run, title):
+    """The verdict, whose first line begins with a state."""
+    first, *others = verdict(run.folder)
+    _, state, first = first.split(None, 2)
+    for line in (first, *others):
+        lead, colon, rest = escape(line).partition(": ")
+        dot = f'<i class="{escape(state)}"></i>' * (line is first)
+        title += f'<p class="verdict">{dot}' + (f"<b>{lead}:</b> {rest}" if colon else lead) + "</p>"
+    return title
 
 
-def states(run):
+def states(run, title):
     """A strip with the state of each step, and each advice with the steps that gave it."""
     strip, items, advice = "", "", {}
     for state, (*group,) in groupby(run.rows, lambda row: row.get("state", "green")):
@@ -81,65 +84,173 @@ def states(run):
     for (state, text), steps in advice.items():
         when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
         items += f'<li><i class="{escape(state)}"></i>{escape(text or state)} <span class="soft">{when}</span></li>'
-    return f'{run.label}<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
-
-
-def skill_table(run):
-    """Its columns and the gain, coloured where it is more than noise."""
-    heading, *rows = skill_rows(run.skill)
-    head, body = "".join(f"<th>{escape(cell)}</th>" for cell in [run.label + heading[0], *heading[1:]]), ""
-    for name, *cells in rows:
-        body += f"<tr><th>{escape(name)}</th>"
-        for cell in cells:
-            css = {"+": "up", "-": "down"}[cell[0]] if cell.endswith("*") else ""
-            body += f'<td class="{css}">{escape(cell.strip())}</td>'
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'{title}<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
 
 
 def settings(runs):
-    """All settings; those that differ between two runs are marked."""
-    page = ""
-    for name in dict.fromkeys(name for run in runs for name in run.settings):
-        values = dict.fromkeys(str(run.settings.get(name, "–")) for run in runs)
-        page += f'<div class="values{len(values)}"><dt>{escape(name)}</dt><dd>{escape(" | ".join(values))}</dd></div>'
+    """What each run was, and all its settings; where runs differ, the values of each."""
+    tables, page = [], ""
+    for run in runs:
+        about = {name: value for name, value in run.about.items() if name not in ("versions", "questions")}
+        tables.append(about | run.about.get("versions", {}) | run.settings)
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [str(table.get(name, "–")) for table in tables]
+        css, told = ("differs", " | ".join(values)) if len({*values}) > 1 else ("", values[0])
+        page += f'<div class="{css}"><dt>{escape(name)}</dt><dd>{escape(told)}</dd></div>'
     return page
 
 
-LEFT, RIGHT, TOP, BOTTOM = 42, 352, 8, 130  # of a plot in its own units, 360 wide
-PANELS = (  # title, what it shows, metrics
-    ("KL to the reference", "nats a token", ["kl"]),
-    ("Entropy", "nats a token", ["entropy"]),
-    ("Gradient norm", "before it is clipped to the dashed line", ["grad_norm"]),
-    ("Clipped tokens", "share whose ratio left the clip range", ["clip_low", "clip_high"]),
-    ("Zero-variance groups", "share of groups with one reward only", ["frac_zero_std"]),
-    ("Completion length", "tokens", ["length"]),
-    ("Cut off", "share of completions that hit their limit", ["hit_limit"]),
-    ("Learning rate", "lowered when the run goes back to a good state", ["lr"]),
-    ("Sampling against training", "mean difference of logprobs, nats", ["logprob_gap"]),
-    ("Speed", "completion tokens a second", ["tokens_per_second"]),
-    ("Time of a step", "seconds", ["sampling seconds", "grading seconds", "update seconds"]),
+# ---- Skill and curves --------------------------------------------------------------------------------------
+
+
+def skill_table(runs):
+    """The first run's first evaluation and each run's last one. Of one run the gain follows, of several what each
+    differs from the first one."""
+    ends = [(run, [*run.skill][-1]) for run in runs if run.skill]
+    starts = [(run, [*run.skill][0]) for run, _ in ends[:1]]
+    base, columns = (starts + ends)[len(ends) > 1 :][:1], []  # [(heading, {figure: (CSS class, text)}), ...]
+    for run, title in starts + ends:
+        figures = {name: ("", with_interval(*figure[:2])) for name, figure in run.skill[title].items()}
+        columns.append((f"{run.name}, {title}" if len(runs) > 1 else title, figures))
+    for (first, begin), (run, end) in ((*base, end) for end in ends[len(ends) > 1 :]):
+        before, after = first.skill[begin], run.skill[end]
+        gains = {name: difference(name, first, before, run, after) for name in after if name in before}
+        certain = beyond_chance(gains)
+        changes = {name: (("up" if mean > 0 else "down") * (name in certain), with_interval(mean, half, "+.3f"))
+                   for name, (mean, half) in gains.items()}  # fmt: skip
+        columns.append((f"{run.name} − {first.name}" if len(runs) > 1 else "gain", changes))
+    names = dict.fromkeys(name for _, cells in columns for name in cells)
+    order = list(dict.fromkeys(name.rpartition(" ")[0] for name in names))
+    page = "<thead><tr><th></th>" + "".join(f"<th>{escape(heading)}</th>" for heading, _ in columns) + "</tr></thead>"
+    for name in sorted(names, key=lambda name: order.index(name.rpartition(" ")[0])):
+        what, _, how = name.rpartition(" ")
+        page += f"<tr><th>{escape(what)} <small>{escape(manner(how))}</small></th>"
+        for css, text in (cells.get(name, ("", "")) for _, cells in columns):
+            page += f'<td class="{css}">{text.replace("-", "−")}</td>'
+    return f"<table>{page}</table>" if ends else ""
+
+
+def difference(name, first, before, other, after):
+    """What a figure changes from one evaluation to another, with its half-width: question by question where both asked
+    the same ones."""
+    (a, half_a, values_a), (b, half_b, values_b) = before[name], after[name]
+    asked, also = (run.about.get("questions", {}).get(name.split(" ")[0]) for run in (first, other))
+    paired = first is other or asked and asked == also
+    return gain(values_a, values_b) if paired else (b - a, math.hypot(half_a, half_b))
+
+
+def manner(how):
+    """How questions were answered, as legends call it."""
+    return {"": "training", "T=0": "greedy"}.get(how, how.replace("=", " = "))
+
+
+PANELS = (  # title, unit, {metric: what its line is called}; some metrics have a line for each kind of question, too
+    ("Reward", "mean over a step's answers", {"reward": "all"}),
+    ("Best reward", "highest of a step's answers", {"reward_max": "all"}),
+    ("Groups without a signal", "share with one reward only", {"frac_zero_std": "all"}),
+    ("Cut off", "share of completions", {"hit_limit": "all"}),
+    ("Completion length", "tokens", {"length": ""}),
+    ("KL to the reference", "nats per token", {"kl": ""}),
+    ("Entropy", "nats per token", {"entropy": ""}),
+    ("Gradient norm", "before clipping", {"grad_norm": ""}),
+    ("Clipped tokens", "share with a ratio out of range", {"clip_low": "below", "clip_high": "above"}),
+    ("Sampling against training", "nats, mean difference of logprobs", {"logprob_gap": ""}),
+    ("Learning rate", "of AdamW", {"lr": ""}),
+    ("Time of a step", "seconds", {"sampling": "sampling", "grading": "grading", "update": "update"}),
+    ("Speed", "completion tokens per second", {"tokens_per_second": ""}),
 )
 
 
-def panels(rows):
-    """PANELS, and before them those of each kind of question, made from the metrics KIND/NAME and KIND/earned/PIECE."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    kinds = list(dict.fromkeys(name.split("/")[0] for name in names if "/" in name))
-    means = [f"{kind}/reward" for kind in kinds]
-    yield "Reward", "mean and best of all, mean of each kind", ["reward", "reward_max", *means[len(means) == 1 :]]
+def skill_panels(names, kind):
+    """The reward and the metrics of a kind of question, in training and held out."""
+    for metric in dict.fromkeys(name.partition(" ")[0] for name in names if name.startswith(f"{kind}/")):
+        _, short, *piece = metric.split("/")
+        if not piece and short not in TAKEN[1:]:
+            lines = [name for name in names if name.partition(" ")[0] == metric]
+            yield short, "", {name: manner(name.partition(" ")[2]) for name in lines}
+
+
+def training_panels(names, kinds):
+    for title, unit, lines in PANELS:
+        each = {f"{kind}/{metric}": kind for metric in lines for kind in kinds}
+        yield title, unit, lines | {name: kind for name, kind in each.items() if len(kinds) > 1 and name in names}
     for kind in kinds:
-        earned = [name for name in names if name.startswith(f"{kind}/earned/")]
-        others = [name for name in names if name.startswith(f"{kind}/") and name not in (*earned, *means)]
-        large = [name for name in others if any(value > 1 for _, value in points_of(rows, name))]
-        yield f"{kind}: pieces of the reward", "what they pay on average", earned
-        yield f"{kind}: metrics", "shares of answers, or figures up to 1", [n for n in others if n not in large]
-        yield f"{kind}: other metrics", "means over answers", large
-    yield from PANELS
+        start, unit = f"{kind}/earned/", "what each pays on average"
+        yield f"Pieces of the {kind} reward", unit, {n: n.removeprefix(start) for n in names if n.startswith(start)}
 
 
-def points_of(rows, name):
-    """[(step, value), ...] where the rows have this metric."""
-    return [(row["step"], float(row[name])) for row in rows if isinstance(row.get(name), (int, float))]
+def one_by_one(panels):
+    """A panel for each of their metrics."""
+    return ((f"{title}: {line}" if len(lines) > 1 else title, unit, {name: line})
+            for title, unit, lines in panels for name, line in lines.items())  # fmt: skip
+
+
+def plots(runs, panels):
+    """One run has a colour for each line of a panel; several have one for each run."""
+    page, several, last = "", len(runs) > 1, max(run.rows[-1]["step"] for run in runs)
+    for title, unit, lines in panels:
+        held_out, curves = [name for name in lines if " " in name], []
+        for i, run in enumerate(runs):
+            for j, name in enumerate(lines):
+                css = f"c{(i if several else j) % 8}" + " thin" * (bool(held_out) and name not in held_out)
+                css += " dashed" * (name in held_out[1:] or j > 7)
+                curves += [(lines[name], css, run.curves[name])] if name in run.curves else []
+        page += plot(title, unit, curves, last, named=not several and len(curves) > 1) if curves else ""
+    return f'<div class="plots">{page}</div>'
+
+
+def legend(lines):
+    """Of [(name, CSS classes, ...), ...]."""
+    items = "".join(f'<li><i class="{css}"></i>{escape(name)}</li>' for name, css, *_ in lines)
+    return f'<ul class="legend">{items}</ul>'
+
+
+LEFT, RIGHT, TOP, BOTTOM = 42, 292, 8, 124  # of a plot in its own units, 300 wide
+
+
+def plot(title, unit, curves, last, named=False):
+    """A figure of curves, [(name, CSS classes, points), ...]. Points with a half-width are dots on a band, and those
+    without are smoothed, too."""
+    points = [point for *_, points in curves for point in points]
+    ends = [value + sign * half for _, value, *halves in points for half in halves for sign in (-1, 1)]
+    log, marks = axis([value for _, value, *_ in points if math.isfinite(value)] or [0], filter(math.isfinite, ends))
+    low, high = (math.log10(mark) if log else mark for mark, _ in (marks[0], marks[-1]))
+
+    def x(step):
+        return LEFT + (RIGHT - LEFT) * step / last
+
+    def y(value):
+        value = (math.log10(value) if value > 0 else low) if log else value
+        return max(TOP, min(BOTTOM, BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)))
+
+    def path(css, points):
+        """Gaps where a value is not finite; h0 makes a dot of a point by itself."""
+        parts = [list(part) for finite, part in groupby(points, lambda point: math.isfinite(point[1])) if finite]
+        d = "".join("M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v, *_ in part) + "h0" for part in parts)
+        return f'<path class="{css}" d="{d}"/>'
+
+    svg = ""
+    for mark, text in marks:
+        svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
+        svg += f'<text class="tick" x="{LEFT - 6}" y="{y(mark) + 4:.1f}">{text}</text>'
+    for step, text in ticks(0, last, 5):
+        if step % 1 == 0 and step <= last:
+            svg += f'<text x="{x(step):.1f}" y="{BOTTOM + 16}">{"step " * (not step)}{text}</text>'
+    held_out = [(css, points) for _, css, points in curves if len(points[0]) == 3]
+    for css, points in held_out:
+        band = [(step, value - half) for step, value, half in points]
+        svg += path(f"band {css}", band + [(step, value + half) for step, value, half in points[::-1]])
+    for _, css, points in curves:
+        svg += path(f"raw {css}", points) if len(points[0]) == 2 and len(curves) < 5 else ""
+        svg += path(f"line {css}", points if len(points[0]) == 3 else smooth(points))
+        for step, value, *half in points:
+            if not math.isfinite(value):
+                svg += f'<path class="broken" d="M{x(step):.1f} {TOP}V{BOTTOM}"/>'
+            elif half:
+                svg += f'<circle class="{css}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5">'
+                svg += f"<title>step {step}: {with_interval(value, *half)}</title></circle>"
+    svg = f'<svg viewBox="0 0 300 146" role="img" aria-label="{escape(title)}">{svg}</svg>{legend(curves) * named}'
+    return f'<figure class="plot"><h4>{escape(title)}</h4><figcaption>{escape(unit)}</figcaption>{svg}</figure>'
 
 
 def smooth(points):
@@ -149,92 +260,67 @@ def smooth(points):
     return [(step, statistics.fmean(w) if w else math.nan) for (step, _), w in zip(points, windows)]
 
 
-def short(value):
-    return f"{value:.3g}" if abs(value) < 1000 or not abs(value) < 1e6 else f"{value:,.0f}"
-
-
-def plot(title, about, curves, first, last, limit=None):
-    """A figure of curves, [(name, CSS class, points), ...], on a logarithmic axis where one value dwarfs the others."""
-    values = [0, limit or 0] + [value for *_, points in curves for _, value in points if math.isfinite(value)]
-    positive = [value for value in values if value > 0]
-    low, high = min(values), max(values) if any(values) else 1
-    if log := low == 0 and any(values) and high > 100 * statistics.median(positive):
+def axis(values, ends):
+    """(whether it is logarithmic, its ticks), fitted to values and the ends of their intervals, but not to noise. A
+    logarithmic axis shows all where one value dwarfs the others; one of shares ends at 0 and 1."""
+    low, high, positive = min(values), max(values), [value for value in values if value > 0]
+    if low >= 0 and positive and high > 100 * statistics.median(positive):
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(high))
-
-    def x(step):
-        return LEFT + (RIGHT - LEFT) * (step - first) / max(1, last - first)
-
-    def y(value):
-        value = (math.log10(value) if value > 0 else low) if log else value
-        return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
-
-    def path(points):
-        """Gaps where a value is not finite; h0 makes a dot of a point by itself."""
-        runs = [list(run) for finite, run in groupby(points, lambda p: math.isfinite(p[1])) if finite]
-        return "".join("M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v in run) + "h0" for run in runs)
-
-    svg, legend = "", ""
-    for mark in (low, (low + high) / 2, high):
-        mark = 10**mark if log else mark
-        svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
-        svg += f'<text x="{LEFT - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{short(mark)}</text>'
-    for name, css, points in curves:
-        broken = "".join(f"M{x(step):.1f} {TOP}V{BOTTOM}" for step, value in points if not math.isfinite(value))
-        svg += f'<path class="raw {css}" d="{path(points)}"/>' if len(curves) < 5 else ""
-        svg += f'<path class="line {css}" d="{path(smooth(points))}"><title>{escape(name)}</title></path>'
-        svg += f'<path class="broken" d="{broken}"/>' if broken else ""
-        legend += f'<li><i class="{css}"></i>{escape(name)} <b>{short(points[0][1])} → {short(points[-1][1])}</b></li>'
-    svg += f'<path class="limit" d="M{LEFT} {y(limit):.1f}H{RIGHT}"/>' if limit else ""
-    svg += f'<text x="{LEFT}" y="{BOTTOM + 16}">step {first}</text>'
-    svg += f'<text x="{RIGHT}" y="{BOTTOM + 16}" text-anchor="end">{last}</text>'
-    return (
-        f'<figure class="plot"><h3>{escape(title)}</h3><figcaption>{escape(about)}</figcaption>'
-        f'<svg viewBox="0 0 360 {BOTTOM + 22}">{svg}</svg><ul class="legend">{legend}</ul></figure>'
-    )
+        return True, [(10.0**exponent, f"1e{exponent:.0f}") for exponent, _ in ticks(low, high, 3) if exponent % 1 == 0]
+    least, most = 0 if low >= 0 else -math.inf, 1 if low >= 0 and high <= 1 else math.inf
+    low, high = min(seen := [low, high, *ends]), max(seen)
+    room = max(0, max(abs(low), abs(high)) / 20 - (high - low)) / 2 or (low == high) / 2
+    return False, ticks(max(least, low - room), min(most, high + room), 4)
 
 
-def plots(runs):
-    first, last, page = min(run.rows[0]["step"] for run in runs), max(run.rows[-1]["step"] for run in runs), ""
-    for title, about, metrics in panels([row for run in runs for row in run.rows]):
-        at = 0 if title == "Reward" else -1  # the part of a metric's name that is shown
-        curves = [
-            (run.label + name.split("/")[at], f"c{i % 12}" + " dashed" * (run.label == "B "), points)
-            for i, name in enumerate(metrics) for run in runs if (points := points_of(run.rows, name))
-        ]  # fmt: skip
-        limit = runs[0].settings.get("MAX_GRAD_NORM") if metrics == ["grad_norm"] else None
-        page += plot(title, about, curves, first, last, limit) if curves else ""
-    return page
+def ticks(low, high, count):
+    """[(value, text), ...]: about `count` steps of 1, 2 or 5 times a power of ten, which reach from `low` to `high`."""
+    wanted = (high - low) / count
+    power = math.floor(math.log10(wanted))
+    step = min((factor * 10.0**power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / wanted)))
+    form = f",.{max(0, -math.floor(math.log10(step) + 1e-6))}f" if 1e-5 < step < 1e6 else ".3g"
+    marks = (i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1))
+    return [(mark, f"{mark:{form}}".replace("e-0", "e-") if mark else "0") for mark in marks]
+
+
+# ---- Samples -----------------------------------------------------------------------------------------------
 
 
 def cards(runs):
-    """Each question with its answers at the first and the last evaluation, those with the lowest last reward first."""
+    """Questions with their answers, each once: those of the first and the last evaluation, or of several runs the last
+    ones. Of each kind it is the questions with the lowest and with the highest reward of the last answer."""
     questions, most, page = {}, {}, ""
     for run in runs:
-        steps = {sample["step"] for sample in run.samples}
+        steps = [sample["step"] for sample in run.samples]
         for sample in run.samples:
-            if sample["step"] in (min(steps), max(steps)):
-                title = run.label + (f"step {sample['step']}" if sample["step"] else "before")
-                questions.setdefault((sample["kind"], sample["prompt"]), {})[title] = sample
-                sample["shown"] = shown(run, sample)
+            if sample["step"] == max(steps) or len(runs) == 1 and sample["step"] == min(steps):
+                when = f"step {sample['step']}" if sample["step"] else "before"
+                title = f"{run.name}, {when}" if len(runs) > 1 else when
+                answers = questions.setdefault((sample["kind"], sample["prompt"]), {})
+                answers.setdefault(sample["completion"], ([], run, sample))[0].append(title)
                 for pieces in judged(sample).values():
                     key = sample["kind"], next(iter(pieces))
                     most[key] = max(most.get(key, 0), sum(pieces.values()))
-    order = sorted(questions, key=lambda question: (question[0], [*questions[question].values()][-1]["reward"]))
-    for kind, group in groupby(order, lambda question: question[0]):
-        group = [card(questions[question], most) for question in group]
-        page += f"<h3>{escape(kind)}: {len(group)} questions, lowest reward first</h3>"
-        page += f'<div class="cards">{"".join(group)}</div>'
+    order = sorted(questions, key=lambda question: (question[0], [*questions[question].values()][-1][2]["reward"]))
+    for kind, (*group,) in groupby(order, lambda question: question[0]):
+        some = [card(questions[question], most) for question in dict.fromkeys(group[:SHOWN] + group[-SHOWN:])]
+        page += f"<h3>{escape(kind)}</h3>"
+        page += f'<p class="soft">{len(some)} of {len(group)} questions, the lowest reward first</p>'
+        page += f'<div class="cards">{"".join(some)}</div>'
     return page
 
 
 def card(answers, most):
-    sample, figures = next(iter(answers.values())), ""
-    for title, one in answers.items():
-        figures += f"<figure><figcaption>{escape(title)}</figcaption>{one['shown']}<pre>{marked(one, most)}</pre>"
-        figures += f'<p class="soft"><b>{one["reward"]:.4g}</b> = {escape(as_sum(one["pieces"]) or "0")}</p></figure>'
-    truth = escape(f"truth: {json.dumps(sample['truth'], ensure_ascii=False)}")
-    prompt = escape(sample["prompt"].strip())
-    return f'<article class="card"><pre>{prompt}</pre><p class="soft">{truth}</p><div>{figures}</div></article>'
+    (*_, sample), figures = next(iter(answers.values())), ""
+    for titles, run, one in answers.values():
+        figures += f"<figure><figcaption>{escape(' and '.join(titles))}</figcaption>{shown(run, one)}"
+        figures += f'<pre>{marked(one, most)}</pre><p class="soft"><b>{one["reward"]:.4g}</b> = '
+        figures += f"{escape(as_sum(one['pieces']) or '0')}</p></figure>"
+    truth, prompt = json.dumps(sample["truth"], ensure_ascii=False), escape(sample["prompt"].strip())
+    return (
+        f'<article class="card"><pre>{prompt}</pre><details{" open" * (len(truth) < 100)}><summary>truth</summary>'
+        f"<pre>{escape(truth)}</pre></details><div>{figures}</div></article>"
+    )
 
 
 def shown(run, sample):
@@ -270,29 +356,38 @@ def marked(sample, most):
     return page
 
 
-def write(folder, other=None):
-    """Writes the page of one run, or of two side by side, into `folder`; returns its path."""
-    runs = [read_run(folder, "")] if not other else [read_run(folder, "A "), read_run(other, "B ")]
+def write(*folders):
+    """Writes the page of one run, or of several, into the first one's folder; returns its path."""
+    paths = [Path(folder).resolve() for folder in folders]
+    shared = os.path.commonpath([path.parent for path in paths])
+    runs = [read_run(folder, os.path.relpath(path, shared)) for folder, path in zip(folders, paths)]
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    kinds = dict.fromkeys(name.split("/")[0] for name in names if "/" in name)
+    named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
+    titles = [legend([run]) for run in named] or [""]
+    skill = "".join(f"<h3>{escape(kind)}</h3>{plots(runs, skill_panels(names, kind))}" for kind in kinds)
+    panels = training_panels(names, kinds)
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
-        title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs)), settings=settings(runs),
-        open="open" if other else "", states="".join(map(states, runs)), skill="".join(map(skill_table, runs)),
-        plots=plots(runs), samples=cards(runs), legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
+        title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
+        table=skill_table(runs), states="".join(map(states, runs, titles)), samples=cards(runs),
+        settings=settings(runs),
+        plots=plots(runs, panels if len(runs) == 1 else one_by_one(panels)), runs=legend(named),
+        legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
     )  # fmt: skip
-    path = Path(folder, f"report-beside-{Path(other).resolve().name}.html" if other else "report.html")
+    beside = "-".join(path.name for path in paths[1:])[:200]
+    path = paths[0] / (f"report-beside-{beside}.html" if beside else "report.html")
     path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
     return path
 
 
 def main():
     p = argparse.ArgumentParser("python -m tools.report", description=__doc__)
-    p.add_argument("folder", help="the OUT_DIR of a run; the page is written into it")
-    p.add_argument("other", nargs="?", help="the OUT_DIR of another run, shown beside it")
-    a = p.parse_args()
+    p.add_argument("folder", nargs="+", help="the OUT_DIR of each run; the page is written into the first one")
+    folders = p.parse_args().folder
     try:
-        print(write(**vars(a)))
+        print(write(*folders))
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        where = " or ".join(filter(None, (a.folder, a.other)))
-        fail(f"a JSON file in {where} was altered and cannot be shown: {type(error).__name__} {error}.")
+        fail(f"a JSON file in {' or '.join(folders)} was altered and cannot be shown: {type(error).__name__} {error}.")
 
 
 if __name__ == "__main__":

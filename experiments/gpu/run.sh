@@ -21,7 +21,7 @@ fail() {
 }
 
 stages="label pretrain-tiny decay-tiny pretrain-gpt2 decay-gpt2 before-tiny before-gpt2 grpo-tiny grpo-gpt2"
-stages+=" after-tiny after-gpt2 bench"
+stages+=" after-tiny after-gpt2 steps-default steps-mates bench"
 chosen=("$@")
 for name in "$@"; do
     [[ " $stages" == *" $name"* ]] || fail "$name is no stage; there are: $stages."
@@ -138,7 +138,7 @@ if [ -n "${TINY:-}" ]; then
     gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=40
     table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5 MIX_FIRST_RATIO=1"
-    grpo_tiny=$grpo grpo_gpt2=$grpo
+    grpo_tiny=$grpo grpo_gpt2=$grpo steps="$grpo MODEL=$OUT/gpt2"
     bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
 small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
 b.workloads = lambda device: {'W4': all(device)['W4']._replace(**small)}; b.main()" W4 --runs 1 --only nanorook)
@@ -150,7 +150,8 @@ else
     gpt2="$shape_gpt2 --rows 256 --eval-every 500 --lr 0.0006 --workers $workers"
     grpo="STEPS=100000 LR_SCHEDULE=constant BATCH_POSITIONS=64 GROUP_SIZE=8 EVAL_EVERY=0 SAVE_EVERY=50"
     grpo_tiny=$grpo
-    grpo_gpt2="$grpo LR=1e-5 CLIP_RANGE=0.1 TEMPERATURE=0.7 MICROBATCH_TOKENS=32768"
+    grpo_gpt2="$grpo CLIP_RANGE=0.1" # LR and TEMPERATURE are those of its size
+    steps="STEPS=10"
 fi
 
 # decay NAME OUT ...: pretraining goes on by a tenth of its steps so far, in which its learning rate falls to zero.
@@ -161,7 +162,7 @@ exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.
 export tenth OUT PYTHON
 
 trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
-    [ -d "$OUT/grpo-$1/model" ] && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
+    grep -qs '"finished"' "$OUT/grpo-$1/run.json" && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
 }
 
 positions=${POSITIONS:-$OUT/positions.txt.gz}
@@ -175,7 +176,7 @@ read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
 evaluate=("$PYTHON" -m rook.benchmark --markdown)
 stage pretrain-tiny 13 "$PYTHON" -m rook.pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
-stage pretrain-gpt2 20 "$PYTHON" -m rook.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
+stage pretrain-gpt2 14 "$PYTHON" -m rook.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table
@@ -183,5 +184,7 @@ stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" 
 stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
 stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table
 stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table
-stage bench 12 "${bench[@]}" --json "$OUT/bench.json"
+stage steps-default 4 "$PYTHON" -m experiments.large OUT_DIR="$OUT/steps" $steps
+stage steps-mates 4 "$PYTHON" -m experiments.large OUT_DIR="$OUT/steps" $steps TASK=examples/mates.py
+stage bench 10 "${bench[@]}" --json "$OUT/bench.json"
 cat "$OUT/summary.md"

@@ -5,10 +5,12 @@ Torch is not imported: it runs after every stage.
 
 import json
 import os
+import re
 import statistics
 import sys
 from pathlib import Path
 
+STEPS = ["| task | machine | start | tokens in a step | first step | later steps | most memory |", "| --- " * 7 + "|"]
 MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M"}
 
 
@@ -43,6 +45,17 @@ def training(out, name):
     return [*lines, ""] if lines else []
 
 
+def steps_table(out):
+    """The last lines of experiments.large, and which GPUs nobody has made these steps on."""
+    rows = [(log.read_text().splitlines() or [""])[-1] for log in sorted(out.glob("steps-*.log"))]
+    rows = [row for row in rows if row.startswith("|")]
+    sizes = [int(size) for size in re.findall(r", (\d+) GB \|", "".join(rows))]
+    for size in (24, 80):
+        if not any(0.9 * size < found < 1.1 * size for found in sizes):
+            rows.append(f"| the default and mates | a GPU of {size} GB |" + " not measured |" * 5)
+    return [*STEPS, *rows, ""]
+
+
 def main(out):
     lines = ["# Half an hour of one GPU", ""]
     for run in [json.loads(path.read_text()) for path in sorted(out.glob("grpo-*/run.json"))][:1]:
@@ -50,6 +63,7 @@ def main(out):
     for name, title in MODELS.items():
         found = training(out, name) + skill_table(out, name)
         lines += [f"## {title}", "", *found] if found else []
+    lines += ["## Steps of a GPT-2 of 124M parameters in RookWorld's format", "", *steps_table(out)]
     if (out / "bench.log").exists():
         lines += ["## Speed", "", "```", (out / "bench.log").read_text().strip(), "```", ""]
     lines += ["## Stages", ""]

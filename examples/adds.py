@@ -1,0 +1,74 @@
+"""The first hour of a real model: SmolLM2-135M-Instruct (Allal et al., 2025) learns to add on a CPU.
+
+    TASK=examples/adds.py ./train.sh        What is 47 + 38?   ->   47 + 38 = 85
+
+The start model talks about a sum and seldom finishes it. Nothing but the reward tells it how to answer; what it knows
+of addition from its training shows once it writes the sum down. SHOTS and MAX_NEW_TOKENS ask it in the usual way, with
+worked examples and room to think:
+
+    python -m tools.evaluate MODEL TASK=examples/adds.py SHOTS=8 MAX_NEW_TOKENS=64
+"""
+
+import random
+import re
+from itertools import combinations_with_replacement
+
+from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from nanorook.chat import chat
+from nanorook.settings import fail, setting
+from nanorook.task import Grade, Question
+
+DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
+DEFAULTS |= dict(EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100, MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
+LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
+# Digits are tokens of their own: "47 + 38 = 85." has 12 and its end.
+MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 16, "the most tokens of an answer, its end token included", low=2)
+LIMITS = {"adds": MAX_NEW_TOKENS}
+SYSTEM = "You are a calculator. Example: 12 + 34 = 46."
+EXAMPLES = ((23, 41), (58, 67), (36, 90), (14, 79), (85, 85), (31, 48), (17, 66), (59, 72))
+SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=len(EXAMPLES))
+RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
+
+
+def load(source, config):
+    """(training items, held-out items): pairs of numbers, none of which is in both lists in the other order."""
+    shown = (12, 34), *EXAMPLES
+    items = [pair for pair in combinations_with_replacement(range(10, 100), 2) if pair not in shown]
+    random.Random(0).shuffle(items)
+    return items[1000:], items[:1000]
+
+
+def make_questions(items, count, rng, config):
+    return [ask(*rng.sample(pair, 2), config) for pair in rng.sample(items, count)]
+
+
+def question(text, config):
+    """The question that a user types at tools.ask."""
+    if not (found := re.fullmatch(r"([1-9]\d) ?\+ ?([1-9]\d)", text)):
+        fail(f"{text!r:.80} is not a sum of two numbers of two digits, such as 47 + 38.")
+    return ask(int(found[1]), int(found[2]), config)
+
+
+def ask(a, b, config):
+    messages = [{"role": "system", "content": SYSTEM}]
+    for c, d in EXAMPLES[:SHOTS]:
+        messages += [{"role": "user", "content": f"What is {c} + {d}?"}]
+        messages += [{"role": "assistant", "content": f"{c} + {d} = {c + d}"}]
+    return Question("adds", chat(config, [*messages, {"role": "user", "content": f"What is {a} + {b}?"}]), [a, b])
+
+
+def grade(question, text, hit_limit=False):
+    """The answer is the last number, whatever is said before it; each right digit of it pays, from the last one on. A
+    little is for writing the sum down, and more for writing nothing else."""
+    a, b = question.truth
+    written = re.search(equation := rf"{a} \+ {b} = \d+", text) is not None
+    alone = re.fullmatch(rf"{equation}\.?", text) is not None and not hit_limit
+    numbers = list(re.finditer(r"[0-9]+", text))
+    number, span = (numbers[-1][0], [numbers[-1].span()]) if numbers else ("", [])
+    truth, right = str(a + b), number == str(a + b)
+    digits = sum(x == y for x, y in zip(reversed(number), reversed(truth))) / max(len(truth), len(number))
+    pieces = [("written", 0.1 * written), ("alone", 0.2 * alone)]
+    pieces += [("digits", 0.3 * digits, *span), ("right", 0.4 * right, *span)]
+    if hit_limit:  # a factor keeps the order of rewards
+        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value, *_ in pieces)))
+    return Grade(tuple(pieces), {"alone": float(alone), "right": float(right)})

@@ -1,0 +1,91 @@
+"""Where people watch runs: REPORT_TO=wandb, trackio or tensorboard. None of these packages is needed otherwise.
+
+Each gets the settings, the metrics of every step, held-out skill with the ends of its intervals, and some graded
+answers. A resumed run continues its record: in wandb by its id, which needs its server and so cannot work offline
+(there it begins another one), in trackio by its name, in tensorboard in OUT_DIR/tensorboard.
+"""
+
+import atexit
+import importlib
+import importlib.util
+import math
+import secrets
+
+from nanorook import settings
+from nanorook.monitor import printable
+from nanorook.settings import fail
+from nanorook.task import as_sum, prompt_text
+
+PROJECT, ANSWERS = "nanorook", 8  # answers of each kind that an evaluation shows
+COLUMNS = ["kind", "question", "answer", "reward", "made of"]
+
+
+def require(where):
+    """Refuses a package that is not installed, before a run does anything."""
+    if where != "none" and not getattr(importlib.util.find_spec(where), "origin", None):  # a folder has none
+        fail(f"REPORT_TO={where} needs a package that is not installed: .venv/bin/python -m pip install {where}")
+
+
+def step_numbers(metrics):
+    """Each kind of question is a group of charts; what concerns all of them is in `train` and `seconds`."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    numbers = {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
+    return numbers | {f"seconds/{name}": value for name, value in metrics["seconds"].items()}
+
+
+def skill_numbers(skill):
+    numbers = {}
+    for name, (mean, half, _) in skill.items():
+        figure, _, heat = name.partition(" T=")
+        name = f"held-out {'greedy' if heat == '0' else 'sampled'}/{figure}"
+        ends = {f"{name}, low": mean - half, f"{name}, high": mean + half} if half < math.inf else {}
+        numbers |= {name: mean} | ends
+    return numbers
+
+
+def answer_rows(answers):
+    """COLUMNS of the first answers of each kind."""
+    rows = {}
+    for a in answers:
+        row = [a.question.kind, prompt_text(a.question.prompt), a.text, a.grade.reward, as_sum(a.grade.pieces)]
+        rows.setdefault(a.question.kind, []).append([printable(x) if isinstance(x, str) else x for x in row])
+    return [row for kind in rows.values() for row in kind[:ANSWERS]]
+
+
+def connect(where, run):
+    """A function of (step, numbers, rows of answers) that reports them; `run.record` names the record of this run."""
+    if where == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Drops what a killed run wrote beyond its checkpoint.
+        writer = SummaryWriter(run.out / where, purge_step=run.step + 1)
+        writer.add_text("settings", markdown([["setting", "value"], *map(list, settings.values().items())]))
+
+        def report(step, numbers, rows=()):
+            for name, value in numbers.items():
+                writer.add_scalar(name.replace(" ", "_").replace(",", ""), value, step)
+            if rows:
+                writer.add_text("answers", markdown([COLUMNS, *rows]), step)
+            writer.flush()
+
+        return report
+    package = importlib.import_module(where)
+    run.record = run.record or secrets.token_hex(4)
+    own = {"id": run.record, "dir": run.out} if where == "wandb" else {}
+    try:
+        name = f"{run.out.resolve().name}-{run.record}"
+        package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
+    except Exception as error:  # no account, no network: wandb's own errors
+        fail(f"REPORT_TO={where} could not begin its record ({error}); WANDB_MODE=offline needs no account.")
+    atexit.register(package.finish)
+
+    def report(step, numbers, rows=()):
+        shown = {"answers": package.Table(columns=COLUMNS, data=[list(row) for row in rows])} if rows else {}
+        package.log(numbers | shown, step=step)
+
+    return report
+
+
+def markdown(rows):
+    lines = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(rows[0]), *lines[1:]])

@@ -1,0 +1,188 @@
+"""What a run has come to, in a few sentences: they end train.py, begin the report and stand on the model's card."""
+
+import json
+import math
+import shlex
+from datetime import timedelta
+from pathlib import Path
+from statistics import fmean
+
+from nanorook.statistics import beyond_chance, gain, interval, known
+
+WINDOW = 10  # training steps whose mean reward is compared
+
+
+def read(path):
+    """The objects in a file, one in each line of a .jsonl, without those that a killed run has cut off."""
+    text, found = path.read_text(errors="replace") if path.is_file() else "", []
+    for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
+        try:
+            found.append(dict(json.loads(part)))
+        except (ValueError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def verdict(out):
+    """About five lines on the run in this folder, of which the first begins with "● " and a state: red where it
+    collapsed or never earned anything, green where something rose and no reward fell, yellow otherwise."""
+    out = Path(out)
+    settings, skill = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "skill"))
+    rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]
+    if not rows or not skill:
+        return ["● yellow  The run has made no step yet."]
+    (first, *_, last), (*_, title) = [*skill.values()] * 2, skill  # the same one where there is only one evaluation
+    kinds = [name.removesuffix("/reward") for name in rows[-1] if name.endswith("/reward")]
+    gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
+    changed = {name: gains[name][0] for name in beyond_chance(gains)}
+    shares = [name for name in changed if is_share(name, first, last)]
+    rose, fell = ([name for name in shares if sign * changed[name] > 0] for sign in (1, -1))
+    unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", 1) for row in rows) <= 0]
+    asked = sum(len(figure[2]) for name, figure in first.items() if name.endswith(" reward T=0"))
+
+    state = "yellow" if not rose or any(" reward " in name for name in fell) else "green"
+    if unpaid == kinds:
+        state, headline = "red", f"No answer earned anything in {len(rows)} steps: {why_unpaid(rows, kinds)}."
+    elif rose:
+        headline = f"Rose on {asked} held-out questions: {in_words(rose, first, last, gains)}."
+    elif len(skill) == 1:
+        before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
+        headline = ("The run was stopped before a second evaluation on held-out questions; in training the reward went "
+                    f"from {before:.2f} to {after:.2f}.")  # fmt: skip
+    else:
+        headline = f"Nothing rose on {asked} held-out questions: {why_nothing(rows, kinds, first, settings, gains)}."
+    lines = [headline]
+    if found := collapse(rows, skill, kinds):
+        kind, peak, when, end = found
+        state, before = "red", f"The {kind} reward collapsed: it was {peak:.2f} {when} and is {end:.2f} at the end. "
+        lines = [before + f"Lower LR from {settings['LR']:g} to {settings['LR'] / 10:g}, or raise KL_COEF "
+                 f"(now {settings['KL_COEF']:g}).", *lines[: len(rose)]]  # fmt: skip
+    if fell:
+        lines.append(f"Fell: {in_words(fell, first, last, gains)}.")
+    elif gains:
+        lines.append("Nothing fell by more than chance explains.")
+    if others := [name for name in changed if name not in shares]:
+        lines.append(f"Changed too: {in_words(others, first, last, gains)}.")
+    if unpaid and unpaid != kinds:
+        lines.append(f"No answer to {' or '.join(unpaid)} earned anything: {why_unpaid(rows, unpaid)}.")
+    if right := already_right(first, kinds):
+        lines.append(f"The most likely answers to {' and '.join(right)} were right before the run, so greedy had "
+                     "nothing to gain there; only sampled answers could improve.")  # fmt: skip
+    answers = sum(round(row["tokens"] / max(row["length"], 1e-9)) for row in rows)
+    spent = timedelta(seconds=round(sum(sum(row["seconds"].values()) for row in rows)))
+    steps, asked = f"{rows[-1]['step']}", ""
+    if title != "after":
+        steps += f" of {settings['STEPS']}"
+        asked = f"; held-out questions were last asked {'before the run' if title == 'before' else f'at {title}'}"
+    lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} without evaluations{asked}.")
+    folder = shlex.quote(str(out))
+    lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
+                 f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip
+    return [f"● {state}  {lines[0]}", *lines[1:]]
+
+
+def is_share(name, *skills):
+    """Whether its unit is known and more of it is a rise: a reward, or a metric that is a share."""
+    return " reward " in name or all(0 <= value <= 1 for skill in skills for value in known(skill[name][2]))
+
+
+def in_words(names, first, last, gains, most=3):
+    """The largest changes, greedy and sampled ones of a figure together."""
+    found = {}
+    for name in sorted(names, key=lambda name: -abs(gains[name][0])):
+        figure, _, heat = name.partition(" T=")
+        scale, unit = (1, "") if " reward " in name or not is_share(name, first, last) else (100, " %")
+        digits = 1 if unit or abs(gains[name][0]) >= 10 else 2
+        before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name]))
+        text = f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"
+        how = {"0": " greedy", "": ""}.get(heat, f" at temperature {heat}")  # pass@k has it in its name
+        found.setdefault(figure, []).append(text + how)
+    items = [f"{figure} {', '.join(texts)}" for figure, texts in found.items()]
+    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+
+
+def collapse(rows, skill, kinds):
+    """(kind, its highest mean reward, when, the last) where less than half is left of a reward that was once earned,
+    beyond chance; None where no kind has lost so much."""
+    for kind in kinds:
+        parts = [rows[i : i + WINDOW] for i in range(0, len(rows) - WINDOW + 1, WINDOW)]
+        seen = [(f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part]) for part in parts]
+        seen += [("before the run" if title == "before" else f"at {title}", values) for title, skills in skill.items()
+                 for name, (_, _, values) in skills.items()
+                 if name.startswith(f"{kind} reward T=") and not name.endswith("T=0")]  # fmt: skip
+        seen = [(when, *interval(known(values))) for when, values in seen if known(values)]
+        when, peak, half = max(seen, key=lambda item: item[1] - item[2], default=("", 0, 0))
+        _, end, end_half = [("", 0, 0), *seen][-1]
+        if peak - half > 0 and end + end_half < (peak - half) / 2:
+            return kind, peak, when, end
+    return None
+
+
+def already_right(first, kinds):
+    return [kind for kind in kinds if first.get(f"{kind} reward T=0", (0,))[0] > 0.95]
+
+
+def why_unpaid(rows, kinds):
+    """The likely reason why answers to these kinds of questions earn nothing."""
+    cut, form = (fmean([row[f"{k}/{name}"] for row in rows for k in kinds if f"{k}/{name}" in row] or [1 - bad])
+                 for name, bad in (("hit_limit", 1), ("structure", 0)))  # fmt: skip
+    if cut > 0.5:
+        return f"{cut:.0%} of them were cut off, so raise the task's LIMITS"
+    if form < 0.5:
+        return f"only {form:.0%} of them had the form that is asked for, so teach the start model the form first"
+    return "the task's grade may cap the reward, or the questions are too hard; tools.ask shows what grade pays"
+
+
+def why_nothing(rows, kinds, first, settings, gains):
+    """The likely reason why no held-out figure rose."""
+    alike = fmean(row["frac_zero_std"] for row in rows)
+    half = max((half for name, (_, half) in gains.items() if " reward " in name), default=math.inf)
+    ends = [[row["reward"] for row in part] for part in (rows[:WINDOW], rows[-WINDOW:])]
+    (before, _), (after, _) = map(interval, ends)
+    halves = sum(interval(part)[1] for part in ends)
+    skipped = sum(row["skipped"] > 0 for row in rows)
+    for applies, reason in (
+        (settings.get("CONTROL", "none") != "none", "its rewards said nothing about the answers, as CONTROL asked for"),
+        (skipped > len(rows) / 2, f"{skipped} of {len(rows)} updates were skipped, so lower LR"),
+        (max(row.get("reward_std", 1) for row in rows) < 1e-6 and after < 0.95,
+         f"every answer earned the same ({after:.3g}), so look in grade for a cap"),
+        (already_right(first, kinds) == kinds, "the start model's most likely answers are right already"),
+        (alike > 0.8, f"in {alike:.0%} of the groups all answers earned the same, so raise TEMPERATURE or GROUP_SIZE, "
+                      "or let grade pay partial success"),
+        (after - before > halves, f"the reward rose from {before:.2f} to {after:.2f} on training questions alone, so "
+                                  "give it more of them, or raise EVAL_POSITIONS"),
+        (before - after > halves, "the reward fell in training as well, so lower LR or raise KL_COEF"),
+    ):  # fmt: skip
+        if applies:
+            return reason
+    seen = "" if half == math.inf else f"a gain in reward of less than {half:.2g} would not be seen"
+    return f"{seen or 'too few were asked'}; raise STEPS, LR or EVAL_POSITIONS"
+
+
+def card(out, lines):
+    """README.md of the trained model, with its verdict."""
+    settings, about = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "run"))
+    what = "".join(f"- {line}\n" for line in lines)
+    return f"""---
+library_name: transformers
+tags: [grpo, nanorook]
+---
+# A model trained with GRPO
+
+Trained by nanorook (commit {about.get("commit")}) on {about.get("machine")}, {about.get("started")}.
+
+- Task: {settings.get("TASK")}
+- Data: {settings.get("DATA")}
+- Start model: {settings.get("MODEL") or "the task's own"}
+- Command: `{about.get("command")}`
+
+## Verdict
+
+{what}
+## Use
+
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("PATH OF THIS FOLDER")
+
+From nanorook's folder, `python -m tools.ask PATH "a question"` asks it and grades the answers.
+"""

@@ -1,0 +1,98 @@
+"""REPORT_TO with the real packages, without a network."""
+
+import importlib.util
+import json
+import sqlite3
+from types import SimpleNamespace
+
+import pytest
+
+import toy
+from nanorook import loggers
+
+ANSWERS = [["q", "what | ?", "a\nb", 0.5, "0.5 all"]]
+SKILL = {"held-out greedy/q right": 0.5, "held-out greedy/q right, low": 0.4, "held-out greedy/q right, high": 0.6}
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Reports some steps of a run, as if from a process of its own."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+
+    def write(where, first, last):
+        if not importlib.util.find_spec(where):
+            pytest.skip(f"{where} is not installed")
+        ends, run = [], SimpleNamespace(out=tmp_path, step=first, record="abcd1234")
+        with monkeypatch.context() as patch:
+            patch.setattr(loggers, "atexit", SimpleNamespace(register=ends.append))
+            report = loggers.connect(where, run)
+        report(first, SKILL, ANSWERS)
+        for step in range(first + 1, last + 1):
+            report(step, {"train/kl": step / 10, "q/reward": step / 4})
+        [end() for end in ends]
+
+    return write
+
+
+def test_tensorboard_goes_on_where_the_checkpoint_was(record, tmp_path):
+    record("tensorboard", 0, 3)
+    record("tensorboard", 2, 4)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("q/reward")] == [1, 2, 3, 4]
+    assert events.Scalars("held-out_greedy/q_right_low")[0].value == pytest.approx(0.4)
+    settings, answers = (events.Tensors(f"{name}/text_summary") for name in ("settings", "answers"))
+    assert b"| GROUP_SIZE |" in settings[0].tensor_proto.string_val[0]
+    assert b"what \\| ? | a b | 0.5 | 0.5 all |" in answers[0].tensor_proto.string_val[0]
+
+
+def test_trackio_goes_on_with_the_run_of_its_name(record, tmp_path):
+    record("trackio", 0, 2)
+    record("trackio", 2, 4)
+    with sqlite3.connect(tmp_path / "trackio" / "nanorook.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {name for name, *_ in rows} == {f"{tmp_path.name}-abcd1234"}
+    assert [step for _, step, metrics in rows if "q/reward" in json.loads(metrics)] == [1, 2, 3, 4]
+    assert b"a\\nb" in b" ".join(metrics for *_, metrics in rows)
+
+
+@pytest.mark.slow
+def test_wandb_keeps_its_id(record, tmp_path):
+    record("wandb", 0, 2)
+    [folder] = (tmp_path / "wandb").glob("offline-run-*-abcd1234")  # online, the same id continues it
+    assert b"q/reward" in (folder / "run-abcd1234.wandb").read_bytes()
+    [table] = folder.rglob("answers_0_*.table.json")
+    assert json.loads(table.read_text())["data"] == ANSWERS
+
+
+def test_a_run_reports_each_step_and_evaluation(toy_run, tmp_path, monkeypatch):
+    seen, names = [], []
+
+    def connect(where, run):
+        run.record = run.record or "mine"
+        names.append((where, run.record))
+        return lambda step, numbers, rows=(): seen.append((step, numbers, rows))
+
+    monkeypatch.setattr(loggers, "connect", connect)
+    monkeypatch.setattr(loggers, "require", lambda where: None)
+    toy_run(REPORT_TO="trackio", STEPS=1, EVAL_POSITIONS=8)
+    toy_run(REPORT_TO="trackio", STEPS=2, EVAL_POSITIONS=8)
+    assert names == [("trackio", "mine")] * 2  # the second one knew it from the checkpoint
+    assert [step for step, *_ in seen] == [0, 1, 1, 2, 2]
+    (_, before, rows), (_, step, none) = seen[:2]
+    assert not none and {"train/kl", "seconds/update", "short/reward", "short/earned/even"} <= {*step}
+    assert before["held-out sampled/long reward, low"] < before["held-out sampled/long reward"]
+    assert "long" in {row[0] for row in rows} and len(rows[0]) == len(loggers.COLUMNS)
+    skill = json.loads((tmp_path / "out" / "skill.json").read_text())
+    assert before["held-out greedy/long reward"] == skill["before"]["long reward T=0"][0]
+
+
+def test_a_package_that_is_missing_is_named_before_anything_is_deleted(toy_run, tmp_path, monkeypatch):
+    toy_run(STEPS=1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="REPORT_TO=wandb needs a package that is not installed: .* pip install wandb"):
+        toy_run(REPORT_TO="wandb", FRESH=True)
+    assert len(toy.rows(tmp_path / "out")) == 1

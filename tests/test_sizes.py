@@ -1,0 +1,149 @@
+"""Defaults by the size of the model: which one is taken, and that a run tells."""
+
+import json
+import re
+import runpy
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+import pretend_cuda
+import rewards
+import toy
+import train
+from examples import mates
+from experiments import large
+from model import GPT, GPTConfig
+from nanorook import hardware, settings, sizes
+from nanorook.tokenizer import Tokenizer
+from toy import ROOT
+
+LARGE, SMALL = dict(n_embd=768, n_layer=12), dict(n_embd=384, n_layer=6)
+BOTH_SIDES = {50_000_000: {}, 50_000_001: sizes.TABLE[50e6], 494_000_000: sizes.TABLE[50e6] | {"TEMPERATURE": 1.0}}
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """shape(n_layer=12, ...) is a folder that has a config.json and nothing else."""
+
+    def write(**sizes):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+        return str(tmp_path)
+
+    return write
+
+
+def settings_of(*arguments, **environment):
+    """train.py's, as a user's command sets them."""
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict("os.environ", environment):
+        for name in ("SETTINGS", "HEADINGS"):
+            patch.setattr(settings, name, {})
+        patch.setattr(settings, "GIVEN", dict(settings.GIVEN))
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        settings.read_user()
+        runpy.run_path(str(ROOT / "train.py"))
+        return settings.values()
+
+
+def test_a_users_value_comes_before_the_sizes_before_the_tasks_before_the_programs(shape):
+    mates, model = "TASK=examples/mates.py", f"MODEL={shape(**LARGE)}"
+    found = settings_of(mates, model, "GROUP_SIZE=4", TEMPERATURE="0.9")
+    assert (found["GROUP_SIZE"], found["TEMPERATURE"]) == (4, 0.9)  # the user's
+    assert (found["LR"], found["BATCH_POSITIONS"]) == (1e-5, 8)  # the size's, where mates has 3e-4 and 64
+    assert (found["STEPS"], found["KL_COEF"], found["CLIP_RANGE"]) == (300, 0.0, 0.2)  # the task's, and train.py's
+    own = settings_of(model)
+    assert [own[name] for name in sizes.TABLE[50e6]] == [1e-5, 8, 8, 0.7] and own["KL_COEF"] == 0.1
+    small = f"MODEL={shape(**SMALL)}"
+    assert [settings_of(mates, small)[name] for name in sizes.TABLE[50e6]] == [3e-4, 64, 32, 1.0]
+    assert settings_of(small) | {"MODEL": ""} == settings_of()
+
+
+def test_the_defaults_of_a_task_for_large_models_come_before_those_of_the_size(shape):
+    gsm8k, model = "TASK=examples/gsm8k.py", f"MODEL={shape(**LARGE)}"
+    assert [settings_of(gsm8k, model)[name] for name in sizes.TABLE[50e6]] == [1e-5, 16, 8, 1.0]
+    assert [settings_of("TASK=examples/adds.py", model)[name] for name in sizes.TABLE[50e6]] == [5e-5, 8, 16, 1.0]
+    found = sizes.defaults(shape(**LARGE), mock.Mock(LARGE=True, DEFAULTS={"LR": 5e-5}))
+    assert found == {"BATCH_POSITIONS": 8, "GROUP_SIZE": 8, "TEMPERATURE": 0.7}  # what the task does not name
+
+
+@pytest.mark.parametrize("parameters", BOTH_SIDES)
+def test_both_sides_of_50_million_parameters(monkeypatch, parameters):
+    monkeypatch.setattr(sizes, "parameters", lambda model: parameters)
+    assert sizes.defaults("a/b", mock.Mock(LARGE=False)) == BOTH_SIDES[parameters]
+
+
+@pytest.mark.parametrize("words", [(), ("--help",)])
+def test_the_size_is_known_without_the_weights_and_help_needs_no_network(words, monkeypatch, shape, capsys):
+    asked = []
+
+    def hub(source, allow_patterns):
+        asked.append(allow_patterns)
+        return shape(**LARGE)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+    found = settings_of("MODEL=jrahn/RookWorld-LM-124M", *words)
+    assert (asked, found["LR"]) == (([], 2e-4) if words else ([["config.json"]], 1e-5))
+
+
+def test_a_run_tells_in_one_line_what_was_chosen_and_a_resumed_one_keeps_it(tmp_path, toy_model, monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "TABLE", {1e3: {"LR": 0.25, "GROUP_SIZE": 2, "TEMPERATURE": 1.0}})
+    monkeypatch.delitem(toy.SETTINGS, "LR")
+    monkeypatch.delitem(toy.SETTINGS, "GROUP_SIZE")
+    changes = dict(MODEL=toy_model, TEMPERATURE=0.9, LR_SCHEDULE="constant")
+    line = "LR=0.25 SEED=0 STEPS={} BATCH_POSITIONS=4 GROUP_SIZE=2 TEMPERATURE=0.9 "
+    for steps in (1, 2):
+        assert toy.main(tmp_path, STEPS=steps, **changes) is None
+        [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("LR=")]
+        assert told.startswith(line.format(steps)) and told.endswith(" (by the size of the model: LR, GROUP_SIZE)")
+    first, second = toy.rows(tmp_path)
+    assert first["lr"] == second["lr"] == 0.25
+    toy.main(tmp_path, STEPS=3, LR=0.5, GROUP_SIZE=2, **changes)
+    said = capsys.readouterr().out
+    assert "LR was 0.25 and is now 0.5" in said and "by the size" not in said and said.count(" was ") == 2  # and STEPS
+
+
+def test_a_model_of_another_format_is_refused_before_the_first_step(tmp_path, few_positions):
+    model = GPT.load(ROOT / "weights" / "tiny")
+    model.config.extra["chess_format"] = "uci"
+    model.save(tmp_path / "model")
+    said = toy.main(tmp_path / "out", TASK="rewards.py", DATA=few_positions, MODEL=tmp_path / "model")
+    assert said.startswith("error: config.json: chess_format is 'uci', but it has to be 'rookworld', 'expanded' or 'sq")
+    assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out" / "skill.json").exists()
+
+
+def test_whole_steps_of_random_weights_have_the_most_tokens(toy_settings, tmp_path, few_positions, monkeypatch, capsys):
+    monkeypatch.setattr(large, "GPTConfig", lambda: GPTConfig(n_embd=8, n_layer=1, n_head=1))
+    monkeypatch.setattr(sys, "argv", ["large", f"DATA={few_positions}"])
+    monkeypatch.setattr(settings, "GIVEN", dict(settings.GIVEN))
+    large.read_settings(tmp_path)
+    assert settings.GIVEN["environment"]["STEPS"] == "2"
+    given = settings.GIVEN["arguments"] | dict(OUT_DIR=tmp_path / "out", TASK="examples/mates.py", GROUP_SIZE=3)
+    toy.set_all(monkeypatch, given, mates)
+    large.main()
+    *_, first, second, row = capsys.readouterr().out.splitlines()
+    assert " 72 tokens" in first and " 72 tokens" in second  # 4 questions, 3 answers each, of 6 tokens
+    assert float(re.search(r"gradient norm (\S+),", first)[1]) > 0
+    cells = r"CPU, \d+ thread\(s\) \| \d+ s \| 72 \| [\d.]+ s \| [\d.]+ s \| [\d.]+ GB \|"
+    assert re.fullmatch(r"\| examples/mates.py \| " + cells, row)
+
+
+@pytest.mark.parametrize("task", [rewards, mates])
+def test_a_step_of_124_million_parameters_takes_less_than_22_of_24_gb(task, toy_settings, monkeypatch, gpt2_folder):
+    """By the formula of hardware.py, for the largest microbatch, with reference, optimizer and the sampler's copy."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig()).set_compute_dtype(torch.bfloat16)
+    parameters, embedding = sum(p.numel() for p in model.parameters()), model.wte.weight.numel()
+    loaded = 4 * parameters + 2 * parameters + 4 * embedding  # the policy, and its reference: see docs/models.md
+    toy.set_all(monkeypatch, sizes.TABLE[50e6] | {"MICROBATCH_TOKENS": 0}, task)
+    prompt = rewards.policy_prompt("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4", "rookworld")
+    with pretend_cuda.on(monkeypatch, free=24e9 - loaded):
+        model.to_empty(device="cuda")
+        model.tokenizer = Tokenizer.load(gpt2_folder)
+        kind = max(task.LIMITS, key=task.LIMITS.get)
+        tokens, keys = train.plan_memory(model, [toy.Question(kind, prompt, None)]), len(model.tokenizer.encode(prompt))
+        keys += task.LIMITS[kind]
+        used = 16 * parameters + 16 * 2**28 + tokens * hardware.bytes_of_a_token(model, keys)
+    assert not model.recompute and tokens > train.GROUP_SIZE * (keys + task.LIMITS[kind])
+    assert loaded + used < 22e9

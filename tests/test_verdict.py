@@ -1,0 +1,152 @@
+"""What a run says at its end, from files as a run leaves them."""
+
+import json
+
+import pytest
+
+import toy
+from nanorook.statistics import beyond_chance, figure
+from nanorook.verdict import verdict
+
+N = 100  # held-out questions
+START = {"q reward T=0": [0.2] * N, "q reward T=1": [0.1, 0.3] * (N // 2), "q right T=0": [0.0, 1.0] * (N // 2)}
+RISEN = {"q reward T=0": [0.8] * N, "q reward T=1": [0.7, 0.9] * (N // 2), "q right T=0": [1.0] * N}
+FALLEN = {name: [0.0] * N for name in START}
+LR = dict(LR=0.3, KL_COEF=0.0, STEPS=40)
+
+
+def row(step, reward=0.2, **changes):
+    found = {"step": step, "reward": reward, "reward_std": 0.1, "frac_zero_std": 0.2, "skipped": 0, "tokens": 800}
+    found |= {"length": 5.0, "seconds": {"sampling": 1.0, "update": 2.0}, "q/structure": 1.0, "q/hit_limit": 0.0}
+    return found | {"q/reward": reward, "q/reward_max": max(0, reward + 0.2)} | changes
+
+
+@pytest.fixture
+def said(tmp_path):
+    """The verdict on a run with these evaluations and steps."""
+
+    def write(skills, rows, **settings):
+        skill = {title: {name: figure(values) for name, values in skill.items()} for title, skill in skills.items()}
+        for name, content in {"skill": skill, "settings": LR | settings}.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return verdict(tmp_path)
+
+    return write
+
+
+STEADY = [row(step, 0.2 + 0.01 * (step % 3)) for step in range(1, 41)]
+
+
+def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
+    tried = [{"q right pass@4": [chance, chance + 0.2] * (N // 2)} for chance in (0.4, 0.6)]
+    skills = {"before": START | tried[0], "step 20": START, "after": RISEN | tried[1]}
+    first, fell, cost, then = said(skills, STEADY)
+    assert first.startswith(
+        "● green  Rose on 100 held-out questions: q reward 0.20 → 0.80 (+0.60 ± 0.00) greedy, 0.20 →"
+    )
+    assert "at temperature 1; q right 50.0 → 100.0 % (+50.0 ± " in first
+    assert "; q right pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
+    assert fell == "Nothing fell by more than chance explains."
+    assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 without evaluations."
+    assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then
+
+
+def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
+    pawns = {"q pawns T=0": [2.0, 3.0] * (N // 2)}, {"q pawns T=0": [4.0, 5.0] * (N // 2)}
+    before, after = START | pawns[0], RISEN | {"q reward T=0": [0.15] * N} | pawns[1]
+    first, fell, others, *_ = said({"before": before, "after": after}, STEADY)
+    assert first.startswith("● yellow  Rose on") and fell.startswith(
+        "Fell: q reward 0.20 → 0.15 (-0.05 ± 0.00) greedy."
+    )
+    assert others == "Changed too: q pawns 2.50 → 4.50 (+2.00 ± 0.00) greedy."  # of no known sense
+
+
+CAUSES = {  # of a run in which nothing rose
+    "the start model's most likely answers are right": dict(skill=START | {"q reward T=0": [1.0] * N}),
+    "so raise TEMPERATURE or GROUP_SIZE": dict(frac_zero_std=0.9),
+    "every answer earned the same (0.2), so look in grade for a cap": dict(frac_zero_std=1.0, reward_std=0.0),
+    "40 of 40 updates were skipped, so lower LR": dict(skipped=1),
+    "as CONTROL asked for": dict(CONTROL="shuffle"),
+    "a gain in reward of less than 0.037 would not be seen; raise STEPS, LR or EVAL_POSITIONS": dict(),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_where_nothing_rose_the_likely_reason_is_said(cause, said):
+    changes = dict(CAUSES[cause])
+    skill, control = changes.pop("skill", START), changes.pop("CONTROL", "none")
+    after = skill | {"q reward T=1": [v + 0.1 * ((i // 2) % 2) - 0.05 for i, v in enumerate(skill["q reward T=1"])]}
+    first, *_, then = said(
+        {"before": skill, "after": after}, [row(s, **changes) for s in range(1, 41)], CONTROL=control
+    )
+    assert first.startswith("● yellow  Nothing rose on 100 held-out questions: ") and cause in first
+    assert "TEMPERATURE" not in first or "TEMPERATURE" in cause
+
+
+def test_a_gain_of_training_questions_alone_is_named(said):
+    first, *_ = said({"before": START, "after": START}, [row(step, 0.01 * step) for step in range(1, 41)])
+    assert "the reward rose from 0.06 to 0.36 on training questions alone" in first
+
+
+def test_a_model_whose_likeliest_answers_are_right_hears_that_greedy_has_nothing_to_gain(said):
+    before, after = (skill | {"q reward T=0": [1.0] * N} for skill in (START, RISEN))
+    lines = said({"before": before, "after": after}, STEADY)
+    assert lines[0].startswith("● green") and "greedy had nothing to gain there" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"q/hit_limit": 0.9}, "90% of them were cut off, so raise the task's LIMITS"),
+        ({"q/structure": 0.1}, "only 10% of them had the form that is asked for, so teach"),
+        ({}, "the task's grade may cap the reward, or the questions are too hard"),
+    ],
+)
+def test_a_run_that_never_earns_anything_hears_why(changes, reason, said):
+    rows = [row(step, 0.0, **{"q/reward_max": 0.0, "frac_zero_std": 1.0, **changes}) for step in range(1, 41)]
+    first, *_ = said({"before": FALLEN, "after": FALLEN}, rows)
+    assert first.startswith(f"● red  No answer earned anything in 40 steps: {reason}") and "TEMPERATURE" not in first
+
+
+def test_a_run_that_learnt_and_collapsed_is_red(said):
+    rows = [row(step, 0.02 * step if step < 30 else 0.0) for step in range(1, 41)]
+    first, *_ = said({"before": START, "after": FALLEN}, rows)
+    assert first.startswith("● red  The q reward collapsed: it was 0.45 around step 30 and is 0.00 at the end.")
+    assert first.endswith("Lower LR from 0.3 to 0.03, or raise KL_COEF (now 0).")
+    first, *_ = said({"before": START, "step 20": RISEN, "after": FALLEN}, STEADY)
+    assert "it was 0.80 at step 20 and is 0.00 at the end" in first
+
+
+def test_a_run_that_was_stopped_says_what_is_known(said):
+    first, *_, cost, _ = said({"before": START}, STEADY[:30])
+    assert "stopped before a second evaluation" in first and first.endswith("went from 0.21 to 0.21.")
+    assert cost.startswith("Cost: 30 of 40 steps") and cost.endswith("last asked before the run.")
+    first, *_, cost, _ = said({"before": START, "step 20": RISEN}, STEADY[:30])
+    assert first.startswith("● green  Rose") and cost.endswith("; held-out questions were last asked at step 20.")
+
+
+def test_among_many_rows_chance_is_counted_once():
+    assert beyond_chance({"a": (0.11, 0.1)}) == ["a"]  # alone, an interval that leaves zero out is enough
+    many = {str(i): (0.0, 0.1) for i in range(50)}
+    assert beyond_chance(many | {"a": (0.11, 0.1)}) == []
+    assert beyond_chance(many | {"a": (-0.3, 0.1), "b": (1.0, 0.0)}) == ["b", "a"]
+
+
+def test_an_untouched_folder_has_no_verdict(tmp_path):
+    assert verdict(tmp_path) == ["● yellow  The run has made no step yet."]
+
+
+def test_a_run_ends_with_its_verdict_a_card_and_a_code(toy_run, tmp_path, monkeypatch, capsys):
+    toy_run(EVAL_POSITIONS=20)
+    printed, out = capsys.readouterr().out, tmp_path / "out"
+    assert "short reward T=1 " not in printed  # the table is that of tools.evaluate
+    told = " ".join(printed.split())
+    assert all(line.split("  ")[0] in told for line in verdict(out)) and "Cost: 2 steps" in printed
+    card = (out / "model" / "README.md").read_text()
+    assert f"- Task: {toy.__file__}" in card and verdict(out)[-1] in card and "transformers" in card
+    monkeypatch.setattr(toy, "grade", lambda *_: toy.Grade((), {}))
+    with pytest.raises(SystemExit) as ended:
+        toy_run("unpaid")
+    assert ended.value.code == 1 and "● red  No answer earned anything in 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "unpaid/model/README.md").exists()
