@@ -110,15 +110,24 @@ def make_questions(items, count, rng, config):
 
 
 def question(text, config):
-    """What a user asks: "FEN" is about the policy, "FEN e2e4" about the environment."""
-    fen, move = re.fullmatch(rf"(.*?)(?:\s+({UCI.pattern}))?", text.strip(), re.DOTALL).group(1, 2)
-    board, text_format = typed_board(fen), chess_format(config)
+    """What a user asks: "FEN" is about the policy, "FEN e2e4" or "FEN e4" about the environment."""
+    words = text.split()
+    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # after all of the FEN but its counters
+    board, text_format = typed_board(" ".join(words)), chess_format(config)
     fen = board.fen()
     if move:
+        move = move if UCI.fullmatch(move) else typed_move(board, move)
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
         fail(f"in {fen} no move is legal; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
+
+
+def typed_move(board, san):
+    try:
+        return board.parse_san(san).uci()
+    except ValueError:
+        fail(f"{san!r:.80} is no legal move in {board.fen()}; write e2e4 to ask about any move, legal or not.")
 
 
 def typed_board(fen):
