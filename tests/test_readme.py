@@ -105,7 +105,7 @@ def commands():
 
 @pytest.fixture(scope="module")
 def fresh_copy(tmp_path_factory):
-    """The project as somebody has cloned it, with everything installed, and the files that the README takes as given."""
+    """The project as somebody has cloned it, with everything installed, and the files that the README assumes."""
     copy = tmp_path_factory.mktemp("readme") / "nanorook"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "out", "wandb", "__pycache__"))
     (copy / ".venv/bin").mkdir(parents=True)
