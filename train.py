@@ -47,7 +47,7 @@ MODEL                   = setting("MODEL", "", "the model to train: a Hugging Fa
 SIZED                   = sizes.defaults(MODEL, task)
 settings.take_defaults(task.DEFAULTS | SIZED)
 DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, or a file (own lines, RookWorld's, FEN, EPD, PGN)")
-OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
+OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, in the folder where you are; a run in it goes on where it stopped")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "decides questions and samples: runs with one SEED have the same random numbers at each step", low=0, high=2**32 - 1)
 STEPS                   = setting("STEPS", 50, "rollout batches to learn from", low=1)
@@ -290,6 +290,9 @@ def start():
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out; give more of them.")  # fmt: skip
+    if EVAL_POSITIONS > len(held_out):
+        parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but no more than {len(held_out)} items are held out; each "
+                     "evaluation asks about all of them.")  # fmt: skip
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))

@@ -301,7 +301,8 @@ def main():
     device = hardware.choose_device()
     all_workloads = workloads(device)
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
-    p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
+    p.add_argument("what", nargs="*", choices=[[], *all_workloads], metavar="WORKLOAD",
+                   help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
     p.add_argument("--only", default="", metavar="NAME", help="of the others those with NAME in theirs; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
