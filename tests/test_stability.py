@@ -334,7 +334,7 @@ def test_every_setting_is_known_to_do_something():
         "TASK", "MODEL", "NPROC", "COMPILE", "MICROBATCH_TOKENS", "DEVICE",
         "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER", "MIX_FIRST_RATIO",
         "OUT_DIR", "RECOVERY_LR_FACTOR", "FRESH",  # in test_train.py
-        "REPORT_TO",  # in test_loggers.py
+        "REPORT_TO", "EVAL_SAMPLES",  # in test_loggers.py and test_evaluate.py
         "MAX_CONSECUTIVE_NANS",  # test_recovery_gives_up_with_words
     }  # fmt: skip
     known = {name for name in settings.SETTINGS if hasattr(train, name) or hasattr(rewards, name)}
