@@ -211,7 +211,7 @@ def test_blocks_are_computed_again_where_memory_asks_for_it(gigabytes, recompute
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": page}.get)
     monkeypatch.setitem(toy.LIMITS, "long", 15)
     toy_run(STEPS=1, MICROBATCH_TOKENS=200_000)
-    assert ("blocks computed again in the backward pass" in capsys.readouterr().out) == recompute
+    assert ("blocks recomputed in the backward pass" in capsys.readouterr().out) == recompute
 
 
 class Forked(GPT):
