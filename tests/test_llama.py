@@ -304,4 +304,4 @@ def test_the_doctor_knows_a_trained_model_without_biases(model):
     for name, p in model.named_parameters():
         if p.ndim == 1:
             torch.nn.init.constant_(p, "norm" in name)
-    assert "never loaded or trained" in checked()
+    assert "those of an untrained model" in checked()

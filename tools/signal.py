@@ -1,4 +1,4 @@
-"""Signal: how much of a step's gradient do all questions have in common, and how much is the chance of a few?
+"""Signal: how much of a step's gradient is common to all questions, and how much is chance?
 
 python -m tools.signal                                  the default step, before hours are spent on it
 python -m tools.signal TASK=mine.py QUESTIONS=128       settings as train.py takes them, and QUESTIONS
@@ -7,8 +7,8 @@ python -m tools.signal MODEL=out/step-000040            with the settings of the
 The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + noise / n on average. The gradients of
 different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
 questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Its
-interval comes from leaving out each question in turn: one heavy answer widens it, and does not pass for signal.
-Nothing is trained or written. docs/signal.md says what to read from it.
+interval comes from leaving out each question in turn, so one heavy answer widens it and does not pass for signal.
+Nothing is trained or written. docs/signal.md explains how to read the result.
 """
 
 import math
@@ -34,10 +34,10 @@ from rollout import Batch
 from tools.doctor import ask, prepare
 
 heading("Signal")
-QUESTIONS = setting("QUESTIONS", 64, "asked about, of each kind as many as a step of this size has", low=3)
-REFERENCE = setting("REFERENCE", "", "where MODEL is trained: the model its KL is to (at the start it has no gradient)")
+QUESTIONS = setting("QUESTIONS", 64, "number of questions, with the mix of kinds that a step of this size has", low=3)
+REFERENCE = setting("REFERENCE", "", "for a trained MODEL: the reference of its KL, which has no gradient at the start")
 
-SKETCH = 65537  # numbers that stand for a gradient; odd, so that the entries of one column do not meet
+SKETCH = 65537  # numbers that represent a gradient; odd, so that the entries of one column do not meet
 SET = "as set"
 TEMPERATURES = 0.7, 1.3  # times that of the settings
 
@@ -55,7 +55,7 @@ def signal(rows):
 
 
 def noise_scale(share):
-    """The questions at which half is signal, where `share` is that of one question."""
+    """The number of questions at which half is signal, if `share` of one question's is."""
     return max(0.0, 1 / share - 1) if share > 0 else math.inf
 
 
@@ -75,8 +75,8 @@ def describe(rows, answers=1):
 
 
 def projection(model):
-    """A function that makes a gradient SKETCH numbers, and its square. Products of such sketches are right on average,
-    and less wrong than by what they vary from question to question."""
+    """A function that reduces a gradient to SKETCH numbers and its square. Products of sketches are right on average,
+    with an error below their variation from question to question."""
     count, generator = sum(p.numel() for p in model.parameters()), torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1).to(model.wte.weight.device)
 
@@ -102,7 +102,7 @@ def ways(answers):
 
 
 def gradients(model, reference, rollouts, sizes, temperature, ways=ways):
-    """{way of paying: rows for signal()}: each question's gradient, and with groups cut to other `sizes` the mean of
+    """{way of paying: rows for signal()}: each question's gradient, or, with groups cut to other `sizes`, the mean of
     its groups' gradients and of their squares. The first size is that of the whole group, which is paid in all ways."""
     groups = [(batch, answers, i) for batch, answers in rollouts for i in range(len(batch.prompts))]
     found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
@@ -129,7 +129,7 @@ def gradients(model, reference, rollouts, sizes, temperature, ways=ways):
 
 
 def report(found, kinds, seconds):
-    """Two tables; `kinds`: the questions' kinds, `seconds`: {kind: of one question}."""
+    """Prints two tables; `kinds`: the questions' kinds, `seconds`: {kind: seconds of one question}."""
     all_kinds, G = dict.fromkeys(kinds) if len({*kinds}) > 1 else {}, train.GROUP_SIZE
     places = {"all": slice(None)} | {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in all_kinds}
     lines = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
