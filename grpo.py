@@ -121,9 +121,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 def loss_normalizer(mask, loss, max_completion_tokens):
     """The divisor of a sum over these rows. Like gradients, it adds up over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
-    if loss == "grpo":
-        return rows
-    return rows * max_completion_tokens if loss == "dr_grpo" else mask.sum()
+    return {"grpo": rows, "dr_grpo": rows * max_completion_tokens}.get(loss, mask.sum())
 
 
 def aggregate(per_token, mask, loss, normalizer):

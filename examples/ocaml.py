@@ -37,7 +37,7 @@ Answer with its code alone, in this form:
 ```ocaml
 let f a b = ...
 ```"""
-FENCE = re.compile(r"```(?:ocaml|ml)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)  # whatever language it names: the verifier sees what it holds
 TESTS = ((5, 3), (2, 7), (-4, 1), (6, -2), (4, 4), (-3, -8))
 CALLS = ocaml([list(pair) for pair in TESTS])
 FIRST = {  # the words of a question, what they mean, the right OCaml, and what a careless writer writes as often
@@ -90,8 +90,8 @@ def write(item, choose):
 
 
 def grade(question, text, hit_limit=False):
-    """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run. They judge the
-    code of an answer: what a coder says around its fence is neither paid nor blamed, unless there is no fence."""
+    """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run. What a coder
+    says around its code is not judged, unless it has written none."""
     if question.kind == "coder":
         *_, fence = [None, *FENCE.finditer(text)]  # the last one, as it may have thought in others
         verdict = judge(fence[1], SIGNATURE, CALLS) if fence else Verdict()

@@ -42,12 +42,12 @@ def fastest_dtype(device):
     return min(seconds, key=seconds.get)
 
 
-# Memory in training. What a block keeps of a token for the backward pass is counted on a few tokens, as each architecture
-# keeps something else; attention keeps its inputs, and a number for each head and key. Of GPT-2 124M in bf16 that makes
-# 461, 479 and 491 kB with the logits for 40, 100 and 144 tokens after a prompt of 60, where a whole forward pass on a CPU
-# kept 449, 483 and 493. In the backward pass the logits have two gradients at once. Their fp32 copies, four of 2**28
-# numbers at most, see grpo.logprobs_and_entropy. A parameter needs its gradient, AdamW's moments, and a copy each for
-# products and sampling.
+# Memory in training. What a block keeps of a token for the backward pass is counted on a few tokens, as it depends on
+# the architecture; attention keeps its inputs besides, and a number for each head and key. For GPT-2 124M in bf16 this
+# gives 461, 479 and 491 kB a token, logits included, for 40, 100 and 144 tokens after prompts of 60, where a forward
+# pass on a CPU kept 449, 483 and 493. In the backward pass the logits have two gradients at once. Their fp32 copies
+# are at most four of 2**28 numbers, see grpo.logprobs_and_entropy. A parameter needs its gradient, AdamW's moments,
+# and one copy each for products and for sampling.
 
 
 def kept_by_a_block(model, tokens):

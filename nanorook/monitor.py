@@ -22,8 +22,7 @@ from nanorook.task import as_sum, earned, prompt_text
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
-    """The state of a step with metrics `m` after the steps `past`: what is wrong, and what to do. Each kind of question
-    is judged alone: a mean over kinds would hide a broken one."""
+    """The state of a step with metrics `m` after the steps `past`: that of its worst kind of question."""
     rules = [
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite, so the update was skipped: lower LR"),
@@ -39,13 +38,12 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
+            ("yellow", highest - reward < 1e-6 and reward < 0.8, f"all {kind} rewards are {reward:.4g}: does grade cap it?"),
             ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
-            ("red", cut_off > 0.8, f"most {kind} answers are cut off: raise their limit of new tokens"),
+            ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
+             f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit of new tokens"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and read samples.jsonl"),
             ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or reward partial success"),
-            ("yellow", highest - reward < 1e-6 and reward < 0.8,
-             f"all {kind} answers earn {reward:.4g}: check whether grade caps the reward"),
-            ("yellow", cut_off > 0.2, f"many {kind} answers are cut off: raise their limit of new tokens"),
             ("yellow", alike > 0.5 and reward < 0.8,
              f"in most {kind} groups all answers earn the same: raise TEMPERATURE or GROUP_SIZE"),
             ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),

@@ -40,11 +40,13 @@ def verdict(out):
     unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", 1) for row in rows) <= 0]
     asked = sum(len(figure[2]) for name, figure in first.items() if name.endswith(" reward T=0"))
 
-    state = "yellow" if not rose or any(" reward " in name for name in fell) else "green"
+    control = settings.get("CONTROL", "none") != "none"  # a control that learns something is no good news
+    state = "yellow" if control or not rose or any(" reward " in name for name in fell) else "green"
     if unpaid == kinds:
         state, headline = "red", f"No answer earned anything in {len(rows)} steps: {why_unpaid(rows, kinds)}."
     elif rose:
         headline = f"Rose on {asked} held-out questions: {in_words(rose, first, last, gains)}."
+        headline += " That is the noise of one run: as a control, it was not paid for its answers." * control
     elif len(skill) == 1:
         before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
         headline = ("The run was stopped before a second evaluation on held-out questions; in training the reward went "
@@ -162,7 +164,7 @@ def why_nothing(rows, kinds, first, settings, gains):
 def card(out, lines):
     """README.md of the trained model, with its verdict."""
     settings, about = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "run"))
-    what = "".join(f"- {line}\n" for line in lines)
+    what = "".join(f"- {line}\n" for line in lines[:-1])  # the last one is about folders of this machine
     return f"""---
 library_name: transformers
 tags: [grpo, nanorook]

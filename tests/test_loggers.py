@@ -22,8 +22,6 @@ def record(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
 
     def write(where, first, last):
-        if not importlib.util.find_spec(where):
-            pytest.skip(f"{where} is not installed")
         ends, run = [], SimpleNamespace(out=tmp_path, step=first, record="abcd1234")
         with monkeypatch.context() as patch:
             patch.setattr(loggers, "atexit", SimpleNamespace(register=ends.append))
@@ -36,7 +34,9 @@ def record(tmp_path, monkeypatch):
     return write
 
 
-def test_tensorboard_goes_on_where_the_checkpoint_was(record, tmp_path):
+@pytest.mark.slow
+@pytest.mark.needs("tensorboard", "pip install tensorboard")
+def test_tensorboard_continues_where_the_checkpoint_was(record, tmp_path):
     record("tensorboard", 0, 3)
     record("tensorboard", 2, 4)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -49,7 +49,9 @@ def test_tensorboard_goes_on_where_the_checkpoint_was(record, tmp_path):
     assert b"what \\| ? | a b | 0.5 | 0.5 all |" in answers[0].tensor_proto.string_val[0]
 
 
-def test_trackio_goes_on_with_the_run_of_its_name(record, tmp_path):
+@pytest.mark.slow
+@pytest.mark.needs("trackio", "pip install trackio")
+def test_trackio_continues_the_run_of_its_name(record, tmp_path):
     record("trackio", 0, 2)
     record("trackio", 2, 4)
     with sqlite3.connect(tmp_path / "trackio" / "nanorook.db") as database:
@@ -60,6 +62,7 @@ def test_trackio_goes_on_with_the_run_of_its_name(record, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("wandb", "pip install wandb")
 def test_wandb_keeps_its_id(record, tmp_path):
     record("wandb", 0, 2)
     [folder] = (tmp_path / "wandb").glob("offline-run-*-abcd1234")  # online, the same id continues it

@@ -9,12 +9,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import toy
 from examples import ocaml, ocaml_verifier
 from examples.ocaml_verifier import Verdict, judge, toplevel, wall_stands
-from nanorook.task import graded
+from nanorook.task import graded, prompt_text
+from nanorook.tokenizer import Special, Tokenizer
 from rollout import Answer
 
 needs_ocaml = pytest.mark.needs("ocaml")
@@ -130,6 +133,45 @@ def test_each_stage_pays(text):
     assert grade(text).reward == pytest.approx(STAGES[text])
     assert grade(text, hit_limit=True).reward == pytest.approx(STAGES[text] * ocaml.RUNAWAY)
     assert graded(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])[0].grade == grade(text)  # it keeps the contract
+
+
+def coder():
+    return SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/smollm2"))
+
+
+def test_a_model_with_a_chat_template_is_asked_in_a_chat_and_another_one_is_not():
+    question, bytes_alone = ocaml.ask(ITEM, coder()), SimpleNamespace(tokenizer=Tokenizer.of_bytes())
+    assert isinstance(question.prompt[0], Special) and question.truth == ocaml.ask(ITEM).truth
+    assert "f a b is the larger of a and b, plus one, times two, worked" in prompt_text(question.prompt)
+    assert ocaml.ask(ITEM, bytes_alone) == ocaml.ask(ITEM)
+    kinds = [ocaml.make_questions([ITEM], 1, random.Random(0), c)[0].kind for c in (coder(), bytes_alone)]
+    assert kinds == ["coder", "ocaml"] == [*reversed(ocaml.LIMITS)]
+
+
+RIGHT = "let f a b = 2 * (max a b + 1)"
+FENCED = {  # an answer, its reward, the characters that its pieces judge
+    f"```ocaml\n{RIGHT}\n```": (1.0, (0, 42)),
+    f"Here é it is:\n```\n{RIGHT};;\n```\nIt works.": (1.0, (14, 53)),
+    f"Not\n```python\nmax(a, b)\n```\nbut\n``` OCaml \n{RIGHT}``` \n": (1.0, (32, 75)),
+    f"```ocaml\n{RIGHT}\n```\n```ocaml\nlet f a b = a +. b\n```": (0.1, (43, 74)),  # the last one counts
+    "```ocaml\nlet f a b = max a b + 1 * 2\n```": (0.2, (0, 40)),
+    "```ocaml\nlet f a b = print_int a; 2 * (max a b + 1)\n```": (0.1, (0, 55)),
+    "```ocaml\nlet f a b = Stdlib.max a b\n```": (0.0, (0, 39)),
+    f"```ocaml\n{RIGHT}": (0.0, None),
+    RIGHT: (0.0, None),
+    "": (0.0, None),
+}
+
+
+@needs_ocaml
+@pytest.mark.parametrize("text", FENCED, ids=lambda text: repr(text)[:40])
+def test_a_coders_program_is_the_last_one_in_a_fence_and_its_pieces_judge_that_fence(text):
+    question, (reward, span) = ocaml.ask(ITEM, coder()), FENCED[text]
+    for hit_limit, factor in ((False, 1), (True, ocaml.RUNAWAY)):
+        grade = graded(ocaml, [Answer(question, text, [], hit_limit)])[0].grade
+        assert grade.reward == pytest.approx(reward * factor)
+        for name, _, *spans in grade.pieces:
+            assert spans == ([] if name == "runaway" or span is None else [span]), name
 
 
 ORDINARY = [  # a program, its function, the arguments of each call, the results

@@ -68,7 +68,7 @@ def make_run(
     }
     about = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee1", "command": "./train.sh LR=1"}
     about["questions"] = {"policy": questions}
-    settings = {"LR": lr, "MAX_GRAD_NORM": 1.0, "TASK": task}
+    settings = {"LR": lr, "STEPS": STEPS, "MAX_GRAD_NORM": 1.0, "TASK": task}
     return write(folder, make_metrics(names), samples(), skill=skill, settings=settings, run=about)
 
 
@@ -121,6 +121,9 @@ def test_on_a_telephone_only_tables_scroll_sideways(run, tmp_path):
     dom, console = chromium((tmp_path / "frame.html").as_uri(), "--allow-file-access-from-files")
     width, table_scrolls = re.search("<title>(.*?),(.*?)</title>", dom).groups()
     assert console == [] and int(width) <= 390 and table_scrolls == "true"
+    assert (
+        '<meta name="viewport" content="width=device-width' in page.read_text()
+    )  # else a telephone pretends to be wide
 
 
 def test_boards_have_coordinates_from_the_side_of_the_player():
@@ -133,6 +136,8 @@ def test_boards_have_coordinates_from_the_side_of_the_player():
 def test_the_arrow_of_an_answer_that_is_one_move_is_not_faint_and_wrong_squares_are_red():
     for svg, colour in zip(drawn("moves"), (board.ILLEGAL, board.BEST), strict=True):
         assert f'stroke="{colour}"' in svg
+    faint = [re.findall(r'<line [^>]*stroke="#\w{6}(\w*)"', svg) for svg in drawn("policy")[::2]]
+    assert faint == [["59", "59", ""], ["", "59"]]  # all but the move after B:
     assert [svg.count(f'fill="{board.ILLEGAL}"') for svg in drawn("environment")] == [2, 0]
 
 
@@ -178,6 +183,7 @@ def test_held_out_skill_stands_beside_training_with_its_intervals(run):
 
 def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_path):
     alone = report.write(run).read_text()
+    assert re.findall('<td class="(.*?)">(.*?)</td>', alone)[2] == ("", "+0.667 ± 2.867")  # no more than chance
     same = make_run(tmp_path / "same" / "run", lr=3e-4, after=[0, 0, 0])
     other = make_run(tmp_path / "other" / "run", after=[0, 0, 0], questions=[4, 5, 6])
     page = report.write(run, same, other)
@@ -195,6 +201,11 @@ def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_
     lines, svg = panels(text)["Gradient norm"]
     assert lines == [] and [svg.count(f'class="line c{i}"') for i in range(4)] == [1, 1, 1, 0]
     assert "Clipped tokens: below" in panels(text) and "Clipped tokens" in panels(alone)
+
+
+def test_a_run_that_was_evaluated_once_has_no_gain(run):
+    (run / "skill.json").write_text(json.dumps({"before": {"policy legal T=0": figure([0, 1])}}))
+    assert re.search("<thead>.*?</thead>", report.write(run).read_text())[0].count("<th>") == 2
 
 
 def test_every_metric_of_any_task_is_shown(tmp_path):
@@ -246,7 +257,7 @@ def test_hostile_text_is_escaped_wherever_it_stands(tmp_path):
     sample = {"step": 0, "reward": 0.5, "truth": [evil], "completion": HOSTILE, "kind": evil, "prompt": HOSTILE}
     samples = [sample | {"pieces": [[evil, 0.5, [0, 99]], [evil, -1, [-5, 3]], [evil, 0]]}]
     skill = {"before": {f"{evil} {evil} T={evil}": [1, 1, [1]]}}
-    write(run, rows, samples, settings={evil: evil}, run={"command": evil, "machine": evil}, skill=skill)
+    write(run, rows, samples, settings={evil: evil, "STEPS": 30}, run={"command": evil, "machine": evil}, skill=skill)
     text = report.write(run, run).read_text()
     assert not re.search(r"<(script|img|b>bold|svg.onload)|[^;]['\"].onmouseover", text)
     assert text.count("&lt;b&gt;bold") > 20 and text.count("$title_${plots}_?_&amp;") > 20

@@ -123,9 +123,12 @@ def test_a_run_that_was_stopped_says_what_is_known(said):
     assert "stopped before a second evaluation" in first and first.endswith("went from 0.21 to 0.21.")
     assert cost.startswith("Cost: 30 of 40 steps") and cost.endswith("last asked before the run.")
     first, *_, cost, _ = said({"before": START, "step 20": RISEN}, STEADY[:30])
-    assert first.startswith("● green  Rose") and cost.endswith(
-        "of STEPS=40; held-out questions were last asked at step 20."
-    )
+    assert first.startswith("● green  Rose") and cost.endswith("; held-out questions were last asked at step 20.")
+
+
+def test_a_control_that_rises_is_not_green(said):
+    first, *_ = said({"before": START, "after": RISEN}, STEADY, CONTROL="shuffle")
+    assert first.startswith("● yellow  Rose on 100") and first.endswith("it was not paid for its answers.")
 
 
 def test_among_many_rows_chance_is_counted_once():
@@ -146,7 +149,14 @@ def test_a_run_ends_with_its_verdict_a_card_and_a_code(toy_run, tmp_path, monkey
     told = " ".join(printed.split())
     assert all(line.split("  ")[0] in told for line in verdict(out)) and "Cost: 2 steps" in printed
     card = (out / "model" / "README.md").read_text()
-    assert f"- Task: {toy.__file__}" in card and verdict(out)[-1] in card and "transformers" in card
+    assert (
+        f"- Task: {toy.__file__}" in card
+        and verdict(out)[-2] in card
+        and str(tmp_path / "out") not in card.split("## Verdict")[1]
+        and "transformers" in card
+    )
+    toy_run(EVAL_POSITIONS=20, STEPS=3)
+    assert "LR had fallen to 0 by step 2, where the run was to end." in capsys.readouterr().out
     monkeypatch.setattr(toy, "grade", lambda *_: toy.Grade((), {}))
     with pytest.raises(SystemExit) as ended:
         toy_run("unpaid")

@@ -79,7 +79,7 @@ def clock(device):
 
 @contextlib.contextmanager
 def timed(who, seconds, device):
-    """`seconds` gets those of what runs inside, by the clock and of this process on the CPU; it is named as it begins."""
+    """`seconds` gets those of what runs inside, by the clock and of this process's CPU; it is named when it begins."""
     print(f"  {who:40}", end="", flush=True)
     start = clock(device), time.process_time()
     yield
@@ -135,21 +135,23 @@ def prepare(w, prompts, device, dtype):
     return model, run
 
 
-def least_seconds(w, model, prompts, device, dtype):
-    """What the products with the model's weights take at the rate of a large product, on this machine at this moment: no
-    program can be faster."""
+def multiplications(w, model, prompts):
+    """With the weights: a rollout is one forward pass, a step one more and a backward pass of two, or a reference's."""
+    new = w.prompts * w.group * w.new
+    forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
+    forward += model.head_weight.numel() * new
+    return forward * (1 if w.kl is None else 4 + bool(w.kl))
+
+
+def multiplication_rate(device, dtype):
+    """In a large product, on this machine at this moment."""
     x, weight = torch.ones(4096, 1024, device=device, dtype=dtype), torch.ones(1024, 1024, device=device, dtype=dtype)
 
     def product():
         torch.nn.functional.linear(x, weight)
         clock(device)
 
-    rate = x.numel() * len(weight) / min(timeit.repeat(product, number=1, repeat=20))  # multiplications a second
-    new = w.prompts * w.group * w.new
-    forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (new + sum(map(len, prompts)))
-    forward += model.head_weight.numel() * new
-    passes = 1 if w.kl is None else 4 + bool(w.kl)  # the backward pass makes two products of each
-    return passes * forward / rate
+    return x.numel() * len(weight) / min(timeit.repeat(product, number=1, repeat=20))
 
 
 # ---- transformers and TRL -------------------------------------------------------------------------------------
@@ -272,7 +274,8 @@ def measure(w, device, dtype, runs, only):
         else:
             found = [trl_rounds(w, prompts, folder, device, runs, turn, who) for who in whom]
     rounds = [seconds for some in found for seconds in some[1:]]  # the first of each does not count
-    least, load = least_seconds(w, model, prompts, device, dtype), os.getloadavg()[1]  # of five minutes
+    least = multiplications(w, model, prompts) / multiplication_rate(device, dtype)
+    load = os.getloadavg()[1]  # of five minutes
     print(f"  peak memory of nanorook {memory:.1f} GB, load of the machine {load:.1f}")
     print(f"  no program can take less than {least:.3f} s, by its products with the weights")
     return {**w._asdict(), "peak_memory_gb": memory, "least_seconds": least, "load": load, **summary(rounds, w)}
@@ -298,7 +301,7 @@ def main():
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
     p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
-    p.add_argument("--only", default="", metavar="NAME", help="of the others, those with NAME in theirs; nanorook: none")
+    p.add_argument("--only", default="", metavar="NAME", help="of the others those with NAME in theirs; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 from html import escape
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -107,12 +107,12 @@ def skill_table(runs):
     """The first run's first evaluation and each run's last one, followed by the gain of a single run, or by how much
     each of several runs differs from the first one."""
     ends = [(run, [*run.skill][-1]) for run in runs if run.skill]
-    starts = [(run, [*run.skill][0]) for run, _ in ends[:1]]
-    base, columns = (starts + ends)[len(ends) > 1 :][:1], []  # [(heading, {figure: (CSS class, text)}), ...]
+    starts = [(run, [*run.skill][0]) for run, _ in ends[:1] if len(run.skill) > 1]
+    base, columns = ends[:1] if len(ends) > 1 else starts, []  # [(heading, {figure: (CSS class, text)}), ...]
     for run, title in starts + ends:
         figures = {name: ("", with_interval(*figure[:2])) for name, figure in run.skill[title].items()}
         columns.append((f"{run.name}, {title}" if len(runs) > 1 else title, figures))
-    for (first, begin), (run, end) in ((*base, end) for end in ends[len(ends) > 1 :]):
+    for (first, begin), (run, end) in product(base, ends[len(ends) > 1 :]):
         before, after = first.skill[begin], run.skill[end]
         gains = {name: difference(name, first, before, run, after) for name in after if name in before}
         certain = beyond_chance(gains)

@@ -21,8 +21,8 @@ if [ -z "${PYTHON:-}" ]; then
                 exit 1
             fi
             [ -x $PYTHON ] && $PYTHON -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv
-            quiet=$([ -t 2 ] || echo --quiet) # a terminal sees the downloads' progress
-            $PYTHON -m pip install $quiet --disable-pip-version-check --requirement "$file"
+            bar=$([ -t 2 ] || echo --progress-bar off) # a log gets one line for each package
+            $PYTHON -m pip install $bar --disable-pip-version-check --requirement "$file"
         fi
         cp "$file" ".venv/$file" # last, so that an installation cut short is begun again
     done
