@@ -115,7 +115,7 @@ class Run:
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
             if settings.values()["LR_SCHEDULE"] != "constant":
-                parallel.log(f"LR had fallen to 0 by step {self.step}, where the run should end. It now follows the "
+                parallel.log(f"LR had fallen to 0 by step {self.step}, where the run was to end. It now follows the "
                              f"schedule of a run of {steps} steps, and so is above 0 again.")  # fmt: skip
         return saved["model"], saved["optimizer"]
 

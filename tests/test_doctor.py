@@ -89,7 +89,7 @@ WORTHS = {
     "scale them": lambda r: 1e6 * r,
     "not by a cap": lambda r: 0.05,
     "use none": lambda r: 0.5 + 1e-4 * r,  # divided by a tiny deviation
-    "Every short reward is negative": lambda r: r - 9,
+    "No short answer earns anything": lambda r: r - 9,
 }
 
 
@@ -97,7 +97,7 @@ WORTHS = {
 def test_rewards_that_teach_nothing_or_too_much(examine, monkeypatch, words):
     honest = toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: toy.Grade((("all", WORTHS[words](honest(*args).reward)),), {}))
-    said(examine(SCALE_REWARDS="std"), "first step" if "negative" in words else "rewards", words)
+    said(examine(SCALE_REWARDS="std"), "first step" if "anything" in words else "rewards", words)
 
 
 def test_sides_that_differ(examine, monkeypatch):
