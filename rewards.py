@@ -11,6 +11,7 @@ Two kinds of questions, and two more that ask for the first candidate of a polic
 Stockfish's labels know which moves are good, python-chess all the rest.
 """
 
+import random
 import re
 from functools import lru_cache
 from itertools import islice
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import chess
 from rapidfuzz.distance import Levenshtein
+from tqdm import tqdm
 
 from nanorook import parallel
 from nanorook.settings import fail, setting
@@ -48,6 +50,10 @@ show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):
+    return with_mates(source, *load_positions(source))
+
+
+def load_positions(source):
     found = load_unfinished(source)
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
@@ -61,6 +67,28 @@ def load_unfinished(source):
     return [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
 
 
+def with_mates(source, *sides):
+    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. These
+    are of the data, too, unless one of its sides has none."""
+    mates = load_mates() if all(sides) else ([], [])
+    if source != "builtin" and all(sides):
+        own = [find_mates(side) for side in sides]
+        parallel.log(f"{source} has {len(own[0])} positions with a mate in one to train on and {len(own[1])} held out"
+                     f"{'.' if all(own) else ', so questions about mates are about the embedded positions.'}")  # fmt: skip
+        mates = own if all(own) else mates
+    return [[("mates", p) for p in own] + [("moves", p) for p in side] for own, side in zip(mates, sides)]
+
+
+def find_mates(found):
+    """Those with a mate in one, by the rules; a label says where there is none. Of positions without labels, no more than
+    50,000 are looked at, which takes about 15 seconds."""
+    found = [p for p in found if not p.moves or p.moves[0][1] == stockfish.MATE - 1]
+    found = random.Random(0).sample(found, min(50_000, len(found)))
+    found = tqdm(found, "looking for mates", leave=False, disable=parallel.rank() > 0 or None)
+    found = [p for p in found if positions.is_sound(p) and positions.mating_moves(chess.Board(p.fen))]
+    return positions.distinct(positions.Position(p.fen, (), ()) for p in found)
+
+
 @lru_cache(1)
 def load_mates():
     """Positions with a mate in one: (to train on, held out)."""
@@ -70,11 +98,11 @@ def load_mates():
 
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
+    mates, others = ([p for kind, p in items if kind == wanted] for wanted in ("mates", "moves"))
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
     first = round((count - environment) * MIX_FIRST_RATIO)
-    pool = load_mates()[held_out(items[0].fen)] if first else []  # to train on or held out, as the items are
-    mates = rng.sample(pool, min(first // 2, len(pool)))
-    others = iter(positions.draw(items, min(count - len(mates), len(items)), rng))
+    mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
+    others = iter(positions.draw(others, count - len(mates), rng))
     questions = [environment_question(p, rng, text_format) for p in islice(others, environment)]
     questions += [policy_question(p, text_format) for p in islice(others, count - environment - first)]
     questions += [first_question("moves", p, text_format) for p in others]
@@ -82,15 +110,24 @@ def make_questions(items, count, rng, config):
 
 
 def question(text, config):
-    """A user's question: "FEN" asks the policy, "FEN e2e4" the environment."""
-    fen, move = re.fullmatch(rf"(.*?)(?:\s+({UCI.pattern}))?", text.strip(), re.DOTALL).group(1, 2)
-    board, text_format = typed_board(fen), chess_format(config)
+    """A user's question: "FEN" asks the policy, "FEN e2e4" or "FEN e4" the environment."""
+    words = text.split()
+    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # after all of the FEN but its counters
+    board, text_format = typed_board(" ".join(words)), chess_format(config)
     fen = board.fen()
     if move:
+        move = move if UCI.fullmatch(move) else typed_move(board, move)
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
         fail(f"in {fen} no move is legal; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
+
+
+def typed_move(board, san):
+    try:
+        return board.parse_san(san).uci()
+    except ValueError:
+        fail(f"{san!r:.80} is no legal move in {board.fen()}; write e2e4 to ask about any move, legal or not.")
 
 
 def typed_board(fen):

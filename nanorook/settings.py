@@ -17,6 +17,7 @@ OWN = {}  # name -> the program's own default
 GIVEN = {"arguments": {}, "environment": {}, "run": {}, "defaults": {}}  # what settings are read from
 HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
+ROOT = Path(__file__).parent.parent
 
 
 def fail(message):
@@ -65,9 +66,18 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         fail(f"{name}={error}")
     if one_of is not None and value not in one_of:
         fail(f"{name}={value} is not one of {', '.join(one_of)}.")
+    if name in ("TASK", "MODEL", "DATA", "OUT_DIR"):
+        value = from_here(value, name == "OUT_DIR")
     OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
+
+
+def from_here(path, new=False):
+    """The absolute path, where a user stands elsewhere than in the project's folder, of what is there or will be: a
+    run's settings are read again by tools, which start in the project's folder."""
+    elsewhere = not Path.cwd().samefile(ROOT) and path and (new or Path(path).exists())
+    return str(Path(path).absolute()) if elsewhere else path
 
 
 def as_text(value):

@@ -19,10 +19,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
-from nanorook.settings import fail
+from nanorook.settings import ROOT, fail
 from nanorook.tokenizer import Special
 
-ROOT = Path(__file__).parent.parent
 TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit"  # metrics that each kind of question has anyway
 
 

@@ -138,6 +138,16 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
 
 
+def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_run, capsys):
+    toy_run(STEPS=2)
+    toy_run(STEPS=4)
+    assert "STEPS was 2 and is now 4" in (said := capsys.readouterr().out)
+    assert "LR had fallen to 0 by step 2, where the run was to end. It now follows the schedule of a run of 4" in said
+    toy_run("constant", STEPS=1, LR_SCHEDULE="constant")
+    toy_run("constant", STEPS=2, LR_SCHEDULE="constant")
+    assert "LR had fallen" not in capsys.readouterr().out
+
+
 def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
     assert continuation(tmp_path, True) == "the same command starts again."
     save(tmp_path, 7)

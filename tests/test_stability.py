@@ -315,7 +315,8 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
         settings.GIVEN["arguments"] = {name: str(value) for name, value in changes.items()}
         importlib.reload(rewards)
         config = types.SimpleNamespace(extra={"chess_format": "expanded"})
-        asked = rewards.make_questions([Position(FEN, (), MOVES)] * 20, 20, random.Random(0), config)
+        items = [(kind, Position(FEN, (), MOVES)) for kind in ("mates", "moves")] * 20
+        asked = rewards.make_questions(items, 20, random.Random(0), config)
         kinds = Counter(question.kind for question in asked)
         return kinds, rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True).reward
 

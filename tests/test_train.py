@@ -39,6 +39,14 @@ def test_a_run_leaves_what_it_promises(task, tmp_path, few_positions, toy_model)
     torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
 
 
+def test_fewer_held_out_items_than_are_to_be_asked_are_told(toy_run, capsys):
+    told = "only 20 items are held out; each evaluation asks about all of them"
+    toy_run("all", STEPS=1, EVAL_POSITIONS=20)
+    assert told not in capsys.readouterr().out
+    toy_run("few", STEPS=1, EVAL_POSITIONS=21)
+    assert f"EVAL_POSITIONS=21, but {told}" in capsys.readouterr().out
+
+
 def test_a_start_model_is_not_overwritten_and_bad_settings_delete_nothing(toy_run, tmp_path):
     toy_run(STEPS=1)
     folder = str(tmp_path / "out" / "step-000001")

@@ -9,7 +9,6 @@ gets the text as it stands, and its answers are not graded.
 """
 
 import argparse
-import json
 import random
 
 import torch
@@ -39,14 +38,28 @@ def questions_about(task, text, data, seed, config):
 
 
 def ask(model, task, question, known, temperature, count):
-    """Prints the question with its answers, one greedy and `count` sampled, graded if its truth is known."""
+    """Prints the question, its answers, one greedy and `count` sampled, and if it is known the truth, by which they are
+    graded."""
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
-    if known:
-        print(f"truth: {json.dumps(question.truth)}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
         for answer in task_file.graded(task, answers) if known else answers:
             show_answer(task, answer, f"{title:6} ")
+    if known:
+        print(in_short(question.truth))
+
+
+def in_short(truth):
+    """A truth for people: the parts of one that has names in lines of their own, short ones first, long ones cut."""
+    parts = truth.items() if isinstance(truth, dict) else [("", truth)]
+    lines = [f"truth, {name}: {in_words(part)}" if name else f"truth: {in_words(part)}" for name, part in parts]
+    return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))
+
+
+def in_words(part):
+    if isinstance(part, dict):
+        return ", ".join(f"{name} {in_words(value)}" for name, value in part.items())
+    return ", ".join(map(in_words, part)) if isinstance(part, list | tuple) else printable(str(part))
 
 
 def main():
