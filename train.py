@@ -47,7 +47,7 @@ MODEL                   = setting("MODEL", "", "the model to train: a Hugging Fa
 SIZED                   = sizes.defaults(MODEL, task)
 settings.take_defaults(task.DEFAULTS | SIZED)
 DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (own lines, RookWorld's, FEN, EPD, PGN)")
-OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to where you are; a run that is found there is resumed")
+OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "decides questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
 STEPS                   = setting("STEPS", 50, "number of rollout batches to learn from", low=1)
