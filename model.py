@@ -1,6 +1,6 @@
 """GPT-2: the forward pass, with prompts that a group shares and a cache; a Hugging Face folder in and out.
 
-There is no dropout, whatever config.json says: with it policy and reference are two different functions, and KL is
+There is no dropout, whatever config.json says: with it, policy and reference would be different functions, and the KL
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
@@ -50,12 +50,12 @@ class Prefix:
 
 
 class Linear(nn.Linear):
-    """The product is computed in `dtype`, whatever the weights and the input are."""
+    """The product is computed in `dtype`, whatever the dtypes of the weights and the input."""
 
     dtype = torch.float32
 
     def reset_parameters(self):
-        pass  # GPT initialises
+        pass  # GPT initialises all weights
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 def causal_attention(layer, q, k, v):
-    """Each token (N, H, S, D) to itself and to those before it; keys may have fewer heads, see grouped()."""
+    """Attention of each token (N, H, S, D) to itself and those before it; keys may have fewer heads, see grouped()."""
     # On a CPU this kernel's backward takes longer in bf16 than in fp32.
     wide = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
     q_k_v = (x.to(wide) for x in (q, k, v))
@@ -84,7 +84,7 @@ def causal_attention(layer, q, k, v):
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """Queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
+    """Attention of queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
 
     The G·R·S queries to one prompt are one matrix product: it is read once for its group and not copied for each row.
     Decoding is bound by reading memory, and in training copies take longer than short answers themselves. R heads
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
-    recompute = False  # the backward pass computes blocks again, from their inputs: nothing of size rows × keys is kept
+    recompute = False  # the backward pass recomputes blocks from their inputs: nothing of size rows × keys is kept
     tokenizer = None  # load() sets it
 
     def __init__(self, config):
@@ -139,7 +139,7 @@ class GPT(nn.Module):
         self.register_buffer("unembedding", None, persistent=False)  # inference copies only, see head()
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if p.is_meta:
-                continue  # load() fills it; normal_ on meta tensors would import much of torch, for two seconds
+                continue  # load() fills it; normal_ on meta tensors would import much of torch, which takes two seconds
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif ".ln_" not in name and not name.startswith("ln_"):
@@ -222,8 +222,8 @@ class GPT(nn.Module):
         return self
 
     def inference_copy(self, dtype):
-        """A twin without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
-        that are cast once and not at every token. All other weights it shares with this model."""
+        """A copy without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
+        that are cast once and not at every token. It shares all other weights with this model."""
         with torch.device("meta"):
             twin = type(self)(self.config)
         twin.load_state_dict(self.state_dict(), assign=True)
@@ -236,18 +236,18 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def sync_from(self, model):
-        """This twin of `model` takes over its weights, which have changed since it was made."""
+        """Copies the weights of `model`, which have changed since this copy was made."""
         self.load_state_dict(model.state_dict())
         self.unembedding.copy_(model.head_weight)
 
-    # config.json and the names of tensors, in and out; a subclass whose folder has others brings its own four.
+    # config.json and the names of tensors, in and out; a subclass with another folder format overrides these four.
 
     @staticmethod
     def read_config(folder):
         return files.read_config(folder, GPTConfig)
 
     def write_config(self):
-        """What computes something else than GPT-2 says so, as transformers must not take it for one."""
+        """A model that does not compute GPT-2 says so, so that transformers does not mistake it for one."""
         if type(self) is GPT and len(self.state_dict()) == 12 * self.config.n_layer + 4:
             return files.write_config(self.config)
         name, kind = type(self).__name__, "nanorook" if type(self) is GPT else type(self).__name__.lower()
@@ -275,7 +275,7 @@ class GPT(nn.Module):
         try:
             model.load_state_dict(found, assign=True)  # each tensor, and no other
         except RuntimeError as error:  # "Error(s) in loading state_dict for GPT: ..."
-            fail(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
+            fail(f"{folder}: the weights do not match config.json: {' '.join(str(error).split()[6:]):.300}")
         model.requires_grad_(True)
         model.tokenizer = config.tokenizer = Tokenizer.load(folder)  # a task finds it in the config
         if model.tokenizer.vocab_size > config.vocab_size:
@@ -284,7 +284,7 @@ class GPT(nn.Module):
         return model
 
     def save(self, path, dtype=torch.float32):
-        """A folder that transformers and vLLM open."""
+        """Writes a folder that transformers and vLLM can open."""
         weights = {name: p.to("cpu", dtype).contiguous() for name, p in self.to_file(self.state_dict()).items()}
         config = self.write_config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
         made = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}

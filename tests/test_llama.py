@@ -2,8 +2,10 @@
 
 import copy
 import json
+import random
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import model as model_file
 import toy
 import train
-from examples import start
+from examples import adds, records, start
 from model import GPT
 from nanorook import folder as folder_file
 from nanorook.run import Run
@@ -211,7 +213,7 @@ def test_blocks_are_computed_again_where_memory_asks_for_it(gigabytes, recompute
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": page}.get)
     monkeypatch.setitem(toy.LIMITS, "long", 15)
     toy_run(STEPS=1, MICROBATCH_TOKENS=200_000)
-    assert ("blocks computed again in the backward pass" in capsys.readouterr().out) == recompute
+    assert ("blocks recomputed in the backward pass" in capsys.readouterr().out) == recompute
 
 
 class Forked(GPT):
@@ -298,10 +300,23 @@ def test_a_real_model_makes_two_steps(smollm2, toy_run, monkeypatch, tmp_path):
     torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-3, rtol=0)
 
 
+@real
+@needs_gguf
+@pytest.mark.slow
+def test_right_answers_to_its_tasks_fit_their_limits(smollm2):
+    config = SimpleNamespace(tokenizer=Tokenizer.load(smollm2[2]))
+    for task, right in (
+        (adds, lambda truth: "{} + {} = {}.".format(*truth, sum(truth))),
+        (records, lambda truth: json.dumps(truth, indent=4)),
+    ):
+        questions = task.make_questions(task.load("", config)[1], 200, random.Random(0), config)
+        assert max(len(config.tokenizer.encode(right(q.truth))) for q in questions) < max(task.LIMITS.values())
+
+
 def test_the_doctor_knows_a_trained_model_without_biases(model):
     checked = lambda: doctor.weights(model).sentence  # noqa: E731
     assert not checked()
     for name, p in model.named_parameters():
         if p.ndim == 1:
             torch.nn.init.constant_(p, "norm" in name)
-    assert "never loaded or trained" in checked()
+    assert "those of an untrained model" in checked()
