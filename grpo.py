@@ -31,7 +31,7 @@ def credit(rewards, ends, tokens):
 
     rewards: the pieces (name, value, span, span, ...) of each, a span being the (start, end) of characters; ends: for
     each answer the character at which each of its T tokens ends. A token belongs to the span that its last character is
-    in. A piece without spans judges the whole answer. A piece that an answer lacks does so, too, with the value 0.
+    in. A piece without spans judges the whole answer. So does a piece that an answer lacks, with the value 0.
     """
     names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))}
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
@@ -61,7 +61,7 @@ def advantages(values, group_size, scale="none", best_of=1):
     "mean"  k        the first / (1 - C(G-c, k) / C(G, k))    ∫ log P(best of k > x) dx, likewise
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
-    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # else the mean's rounding error is divided by nearly 0
+    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # otherwise the mean's rounding error is divided by nearly 0
     if scale == "mean" or best_of > 1:
         G, k, C, above = group_size, best_of, math.comb, range(group_size - 1, 0, -1)
         weights = [C(G - 1 - c, k - 1) / C(G - 1, k - 1) for c in above]
@@ -119,13 +119,13 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 
 
 def loss_normalizer(mask, loss, max_completion_tokens):
-    """What a sum over these rows is divided by. It adds up, like gradients: over microbatches, kinds and processes."""
+    """The divisor of a sum over these rows. Like gradients, it adds up over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
     return {"grpo": rows, "dr_grpo": rows * max_completion_tokens}.get(loss, mask.sum())
 
 
 def aggregate(per_token, mask, loss, normalizer):
-    """Values (N, T) to one number in the way of `loss`; for the KL term next to a policy loss, too."""
+    """Reduces values (N, T) to one number, as `loss` does; also for the KL term beside a policy loss."""
     per_row = torch.where(mask.bool(), per_token, 0).sum(1)  # (N,)
     if loss == "grpo":
         per_row = per_row / mask.sum(1).clamp(min=1)
@@ -144,9 +144,9 @@ def importance_weights(train_logprobs, rollout_logprobs):
 def kl(logprobs, ref_logprobs, mask, estimator):
     """Estimates (N, T) of KL(policy ‖ reference) on sampled tokens, zero outside the mask (Schulman, 2020).
 
-    As a number k1 and k3 are right on average, k2 where p is near q. In a loss they are three different things (Tang &
-    Munos, 2025), for tokens sampled from the policy p, with q of the reference:
-    k1  log(p/q)            gradient ∇log p: zero on average. It holds nothing back and only adds noise.
+    As estimates, k1 and k3 are unbiased, and k2 is close if p is near q. In a loss they are three different things
+    (Tang & Munos, 2025), for tokens sampled from the policy p, where q is the reference:
+    k1  log(p/q)            gradient ∇log p: zero on average. It restrains nothing and only adds noise.
     k2  ½ log(p/q)²         gradient log(p/q) ∇log p: on average exactly that of KL(p ‖ q). The right one.
     k3  q/p - 1 - log(q/p)  gradient (1 - q/p) ∇log p: that of KL(q ‖ p), huge where p << q. GRPO's own. (Newer
                             TRL multiplies it by the ratio, as DeepSeek-V3.2 does: its gradient is then k2's.)
@@ -192,7 +192,7 @@ def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
 
 
 def schedule(step, steps, warmup, kind):
-    """What the learning rate is multiplied by at `step` (from 0): up to 1 over the warm-up, then level or down to 0."""
+    """The factor of the learning rate at `step` (from 0): it rises to 1 over the warm-up, then stays or falls to 0."""
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

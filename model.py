@@ -55,7 +55,7 @@ class Linear(nn.Linear):
     dtype = torch.float32
 
     def reset_parameters(self):
-        pass  # GPT initialises
+        pass  # GPT initialises all weights
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -139,7 +139,7 @@ class GPT(nn.Module):
         self.register_buffer("unembedding", None, persistent=False)  # inference copies only, see head()
         for name, p in self.named_parameters():  # GPT-2's initialisation
             if p.is_meta:
-                continue  # load() fills it; normal_ on meta tensors would import much of torch, for two seconds
+                continue  # load() fills it; normal_ on meta tensors would import much of torch, which takes two seconds
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif ".ln_" not in name and not name.startswith("ln_"):
@@ -222,8 +222,8 @@ class GPT(nn.Module):
         return self
 
     def inference_copy(self, dtype):
-        """A twin without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
-        that are cast once and not at every token. All other weights it shares with this model."""
+        """A copy without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
+        that are cast once and not at every token. It shares all other weights with this model."""
         with torch.device("meta"):
             twin = type(self)(self.config)
         twin.load_state_dict(self.state_dict(), assign=True)
@@ -236,18 +236,18 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def sync_from(self, model):
-        """This twin of `model` takes over its weights, which have changed since it was made."""
+        """Copies the weights of `model`, which have changed since this copy was made."""
         self.load_state_dict(model.state_dict())
         self.unembedding.copy_(model.head_weight)
 
-    # config.json and the names of tensors, in and out; a subclass whose folder has others brings its own four.
+    # config.json and the names of tensors, in and out; a subclass with another folder format overrides these four.
 
     @staticmethod
     def read_config(folder):
         return files.read_config(folder, GPTConfig)
 
     def write_config(self):
-        """What computes something else than GPT-2 says so, as transformers must not take it for one."""
+        """A model that does not compute GPT-2 says so, so that transformers does not mistake it for one."""
         if type(self) is GPT and len(self.state_dict()) == 12 * self.config.n_layer + 4:
             return files.write_config(self.config)
         name, kind = type(self).__name__, "nanorook" if type(self) is GPT else type(self).__name__.lower()
@@ -275,7 +275,7 @@ class GPT(nn.Module):
         try:
             model.load_state_dict(found, assign=True)  # each tensor, and no other
         except RuntimeError as error:  # "Error(s) in loading state_dict for GPT: ..."
-            fail(f"{folder}: the weights do not fit config.json: {' '.join(str(error).split()[6:]):.300}")
+            fail(f"{folder}: the weights do not match config.json: {' '.join(str(error).split()[6:]):.300}")
         model.requires_grad_(True)
         model.tokenizer = config.tokenizer = Tokenizer.load(folder)  # a task finds it in the config
         if model.tokenizer.vocab_size > config.vocab_size:

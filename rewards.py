@@ -11,6 +11,7 @@ Two kinds of questions, and two more that ask for the first candidate of a polic
 Stockfish's labels know which moves are good, python-chess all the rest.
 """
 
+import random
 import re
 from functools import lru_cache
 from itertools import islice
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import chess
 from rapidfuzz.distance import Levenshtein
+from tqdm import tqdm
 
 from nanorook import parallel
 from nanorook.settings import fail, setting
@@ -27,7 +29,7 @@ from rook.positions import contract_board, environment_move, expand_board, held_
 
 # fmt: off
 MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.125, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
-MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.8, "share of policy questions that ask for the first candidate alone, half of them where a move mates", low=0, high=1)
+MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.8, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "limit of a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
@@ -37,7 +39,7 @@ DEFAULTS = {}  # chess has those of train.py
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 MATES = positions.BUILTIN.with_name("mates.txt.gz")
-ILLEGAL_SHARE = 1 / 3  # of the moves that are asked about; with fewer, the model stops recognising them
+ILLEGAL_SHARE = 1 / 3  # of the moves asked about; with fewer, the model stops recognising them
 
 
 def start_model():
@@ -48,33 +50,59 @@ show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):
+    return with_mates(source, *load_positions(source))
+
+
+def load_positions(source):
     found = load_unfinished(source)
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
-        parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves go unpaid there: "
+        parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves earn nothing there: "
                      "install Stockfish, or use rook.label.")  # fmt: skip
     return positions.split(found)
 
 
 def load_unfinished(source):
-    """The positions in which somebody can move; a label says so without a look."""
+    """The positions with a legal move; those with labels need not be checked."""
     return [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
+
+
+def with_mates(source, *sides):
+    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. These
+    are of the data, too, unless one of its sides has none."""
+    mates = load_mates() if all(sides) else ([], [])
+    if source != "builtin" and all(sides):
+        own = [find_mates(side) for side in sides]
+        parallel.log(f"{source} has {len(own[0])} positions with a mate in one to train on and {len(own[1])} held out"
+                     f"{'.' if all(own) else ', so questions about mates are about the embedded positions.'}")  # fmt: skip
+        mates = own if all(own) else mates
+    return [[("mates", p) for p in own] + [("moves", p) for p in side] for own, side in zip(mates, sides)]
+
+
+def find_mates(found):
+    """Those with a mate in one, by the rules; a label says where there is none. Of positions without labels, no more than
+    50,000 are looked at, which takes about 15 seconds."""
+    found = [p for p in found if not p.moves or p.moves[0][1] == stockfish.MATE - 1]
+    found = random.Random(0).sample(found, min(50_000, len(found)))
+    found = tqdm(found, "looking for mates", leave=False, disable=parallel.rank() > 0 or None)
+    found = [p for p in found if positions.is_sound(p) and positions.mating_moves(chess.Board(p.fen))]
+    return positions.distinct(positions.Position(p.fen, (), ()) for p in found)
 
 
 @lru_cache(1)
 def load_mates():
-    """Positions with a mate in one, of those to train on and of those held out."""
+    """Positions with a mate in one: (to train on, held out)."""
     fens = positions.read_text(MATES).splitlines()  # which examples/mates.py made of verified positions
     return positions.split(positions.Position(fen, (), ()) for fen in fens)
 
 
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
+    mates, others = ([p for kind, p in items if kind == wanted] for wanted in ("mates", "moves"))
     text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
     first = round((count - environment) * MIX_FIRST_RATIO)
-    pool = load_mates()[held_out(items[0].fen)] if first else []  # to train on or held out, as the items are
-    mates = rng.sample(pool, min(first // 2, len(pool)))
-    others = iter(positions.draw(items, min(count - len(mates), len(items)), rng))
+    mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
+    others = iter(positions.draw(others, count - len(mates), rng))
     questions = [environment_question(p, rng, text_format) for p in islice(others, environment)]
     questions += [policy_question(p, text_format) for p in islice(others, count - environment - first)]
     questions += [first_question("moves", p, text_format) for p in others]
@@ -82,22 +110,31 @@ def make_questions(items, count, rng, config):
 
 
 def question(text, config):
-    """What a user asks: "FEN" is about the policy, "FEN e2e4" about the environment."""
-    fen, move = re.fullmatch(rf"(.*?)(?:\s+({UCI.pattern}))?", text.strip(), re.DOTALL).group(1, 2)
-    board, text_format = typed_board(fen), chess_format(config)
+    """A user's question: "FEN" asks the policy, "FEN e2e4" or "FEN e4" the environment."""
+    words = text.split()
+    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # after all of the FEN but its counters
+    board, text_format = typed_board(" ".join(words)), chess_format(config)
     fen = board.fen()
     if move:
+        move = move if UCI.fullmatch(move) else typed_move(board, move)
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
         fail(f"in {fen} no move is legal; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
 
 
+def typed_move(board, san):
+    try:
+        return board.parse_san(san).uci()
+    except ValueError:
+        fail(f"{san!r:.80} is no legal move in {board.fen()}; write e2e4 to ask about any move, legal or not.")
+
+
 def typed_board(fen):
     try:
         return chess.Board(positions.verify(positions.Position(contract_board(fen), (), ())).fen)
     except ValueError:
-        fail(f"{fen!r:.80} is not the FEN of a possible position; TASK=FILE.py asks about another task.")
+        fail(f"{fen!r:.80} is not the FEN of a possible position; TASK=FILE.py names another task.")
 
 
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
@@ -113,7 +150,7 @@ WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
 def chess_format(config):
     name = config.extra.get("chess_format", "rookworld")
     if name not in ("rookworld", *WIDTH):
-        fail(f"config.json: chess_format is {name!r}, but it has to be 'rookworld', 'expanded' or 'squares'.")
+        fail(f"config.json: chess_format is {name!r}, but it must be 'rookworld', 'expanded' or 'squares'.")
     return name
 
 
@@ -130,8 +167,8 @@ def policy_prompt(fen, text_format):
 
 
 def first_prompt(fen, text_format):
-    """The policy's, and the first header of its answer. A space belongs to GPT-2's token that follows it, so there the
-    header ends before the space, and the prompt's tokens are those with which a whole line begins."""
+    """The policy's prompt and the first header of its answer. GPT-2's tokens begin with the space before them, so there
+    the header ends before the space, and the prompt's tokens are those with which a whole line begins."""
     return policy_prompt(fen, text_format) + "M: " if text_format in WIDTH else f"P: {fen:90}M:"
 
 
@@ -145,7 +182,7 @@ def policy_question(position, text_format):
 
 
 def policy_truth(position):
-    """The legal moves, and the evaluations in pawns of the engine's five; an engine is asked where labels lack."""
+    """The legal moves, and the evaluations in pawns of the engine's five; without labels, an engine is asked."""
     legal = [move.uci() for move in chess.Board(position.fen).legal_moves]
     labels = position.moves or stockfish.label(position.fen)
     return {"legal": legal, "five": {uci: cp / 100 for uci, cp in labels[:5]}}
@@ -234,7 +271,7 @@ ENVIRONMENT_WEIGHTS = {
 
 
 def grade(question, text, hit_limit=False):
-    """The worth of `text`, an answer without its end token; `hit_limit`: its limit cut it off."""
+    """The worth of `text`, an answer without its end token; `hit_limit`: it was cut off at its limit."""
     graders = {"policy": grade_policy, "environment": grade_environment, "moves": grade_first, "mates": grade_first}
     pieces, metrics = graders[question.kind](question, text)
     judged = "next_state" if question.kind == "environment" else "legal"
@@ -261,7 +298,7 @@ def find_words(text, separators=" "):
 
 def parse_policy(text):
     """(structure, answer) of `M: moves E: numbers B: move`. The answer is (moves, numbers, best, words after it), each
-    with its span, or None where the headers stand in order but what is between them cannot be read."""
+    with its span, or None if the headers are in order but what is between them cannot be read."""
     found = find_words(text)
     words = [word for word, _ in found]
     if words[:1] != ["M:"] or "E:" not in words or "B:" not in words[words.index("E:") :]:
@@ -292,7 +329,7 @@ def pawns_apart(a, b):
 
 
 def grade_policy(question, text):
-    """Without labels (no engine) only what the rules alone can judge is graded."""
+    """Without labels (no engine), only what the rules can judge is graded."""
     weights, legal, five = POLICY_WEIGHTS, question.truth["legal"], question.truth["five"]
     structure, answer = parse_policy(text)
     metrics = {"structure": structure} | dict.fromkeys(("parse", "legal", "candidates_legal"), 0.0)

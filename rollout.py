@@ -57,10 +57,10 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
     """Samples `group_size` answers to each question: yields (Batch, its Answers), each of one kind of question and of
     at most `max_rows` rows, or one group. A kind's questions keep their order.
 
-    `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, is all
-    that decides what is drawn; an answer does not depend on what is sampled beside it.
+    `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, alone
+    determines what is drawn; an answer does not depend on what is sampled beside it.
     """
-    alike = {}  # {what decides where answers end: the questions' numbers}
+    alike = {}  # {what determines where answers end: the indices of the questions}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
     size = max(1, max_rows // group_size) if max_rows else len(questions)
@@ -83,13 +83,13 @@ def end_tokens(tokenizer, kind, stop, stop_after):
     """{token: the first t at which it ends an answer to a question}; t counts an answer's tokens from 0."""
     stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop.encode() in text]
     if stop and not stops:
-        fail(f"no token of the model holds {stop!r}, the stop of {kind} questions, so it would end no answer; use "
+        fail(f"no token of the model contains {stop!r}, the stop of {kind} questions, so it would end no answer; use "
              "another stop, or none.")  # fmt: skip
     return dict.fromkeys(stops, stop_after) | dict.fromkeys(tokenizer.ends, 0)
 
 
 def detokenize(tokenizer, tokens):
-    """(text, ends) up to an end token: `ends` has for each token the number of characters up to its end. Ids without
+    """(text, ends) up to an end token: `ends` gives for each token the number of characters up to its end. Ids without
     a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
     end = next((i for i, token in enumerate(tokens) if token in tokenizer.ends), len(tokens))
     parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens[:end]]
@@ -102,7 +102,7 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
 
     `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(most_new)),
-    drawn here if there are none. `end_tokens`: as end_tokens() returns them; if there are none, config.json's.
+    drawn here if not given. `end_tokens`: as end_tokens() returns them; if not given, config.json's.
     """
     device, eos = model.wte.weight.device, model.config.eos_token_id
     prompt_tokens, lengths = pad_prompts(prompts, device)
@@ -172,7 +172,7 @@ def decode_step(model, prefix, cache, rows, temperature):
 
 
 def captured(step, device):
-    """The hundred kernels of a step as one CUDA graph, which is launched as a whole for each token."""
+    """The hundred kernels of a step as one CUDA graph, which is launched once for each token."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         step()
@@ -195,7 +195,7 @@ def draw(logprobs, uniform):
 
 def microbatches(batch, most_tokens, has_kl):
     """[(part, has_gradient), ...]: a batch cut by length, between groups, into parts of at most `most_tokens`, padding
-    counted. A KL gives each group a gradient, else only advantages do; the others are run for their metrics alone."""
+    counted. A KL gives each group a gradient, otherwise only advantages do; the others are run for their metrics."""
     B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
     without = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient

@@ -34,7 +34,7 @@ from nanorook.task import first_questions, graded, load, load_items, make_questi
 from rollout import microbatches, sample
 
 if __name__ == "__main__":
-    settings.read_user()  # as a program only: imported, train.py keeps the defaults
+    settings.read_user()  # only as a program: when imported, train.py keeps the defaults
 
 # fmt: off
 TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; docs/tasks.md says what it provides")
@@ -43,20 +43,20 @@ task                    = load(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
-MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id, above 50M parameters with defaults of its size (nanorook/sizes.py); empty: the task's own start model")
+MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; above 50M parameters with defaults for its size (nanorook/sizes.py); empty: the task's own start model")
 SIZED                   = sizes.defaults(MODEL, task)
 settings.take_defaults(task.DEFAULTS | SIZED)
-DATA                    = setting("DATA", "builtin", "chess: where positions come from: builtin, or a file (own lines, RookWorld's, FEN, EPD, PGN)")
-OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report; a run in it goes on where it stopped")
+DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (own lines, RookWorld's, FEN, EPD, PGN)")
+OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
-SEED                    = setting("SEED", 0, "decides questions and samples: runs with one SEED have the same random numbers at each step", low=0, high=2**32 - 1)
-STEPS                   = setting("STEPS", 50, "rollout batches to learn from", low=1)
+SEED                    = setting("SEED", 0, "decides questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
+STEPS                   = setting("STEPS", 50, "number of rollout batches to learn from", low=1)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
 EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
-OVERFIT                 = setting("OVERFIT", False, "the same questions at every step: can the loop learn at all?")
-CONTROL                 = setting("CONTROL", "none", "the same run without a reward: zero advantages, or those of other answers, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
+OVERFIT                 = setting("OVERFIT", False, "ask the same questions at every step: can the loop learn at all?")
+CONTROL                 = setting("CONTROL", "none", "a control run without information: zero advantages, or rewards shuffled within groups, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
@@ -67,9 +67,9 @@ MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled 
 heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
-SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by the deviation of their group, or rare successes by their share, see grpo.advantages", one_of=("none", "std", "mean"))
-BEST_OF                 = setting("BEST_OF", 1, "k: an answer is worth the best of k answers, below GROUP_SIZE, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
-CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; with EPOCHS=1 never, as all ratios are 1", low=0, high=1)
+SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation, or pay rare successes more (mean), see grpo.advantages", one_of=("none", "std", "mean"))
+BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: pay for the best of k answers, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
+CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with EPOCHS=1, as all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
@@ -78,17 +78,17 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
-EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each of them before and after, for pass@1, 4, 16, 64; 0: none", low=0)
-REPORT_TO               = setting("REPORT_TO", "none", "where else figures and answers go, through a package of that name", one_of=("none", "wandb", "trackio", "tensorboard"))
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each held-out question before and after, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
+REPORT_TO               = setting("REPORT_TO", "none", "also send figures and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
-MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update after which the run goes back", low=1)
+MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "skipped updates in a row after which the run goes back", low=1)
 
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "torch.compile the training forward; auto: on CUDA", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward of the update; bounds memory, changes nothing else; 0: 4096 on a CPU, on CUDA by its free memory", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward pass of the update; limits memory, changes nothing else; 0: 4096 on a CPU, by free memory on CUDA", low=0)
 NPROC                   = setting("NPROC", 1, "processes on this machine; one for each GPU", low=1)
 # fmt: on
 
@@ -100,7 +100,7 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 
 
 def add_advantages(batch, answers, group_size, credit, seed=""):
-    """The batch with the advantage of each token (N, T). `seed` decides the permutations of CONTROL=shuffle."""
+    """The batch with the advantage of each token (N, T). `seed` determines the permutations of CONTROL=shuffle."""
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
@@ -141,16 +141,16 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
 
 
 def plan_memory(model, questions):
-    """The most tokens of a microbatch. If the memory asks for it, the backward pass computes blocks again."""
+    """The most tokens of a microbatch. If memory is too small, the backward pass recomputes blocks."""
     keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    largest = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a group is never divided
+    largest = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a group is never split
     model.recompute = hardware.must_recompute(model, largest, keys)
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
 
 
 def update(model, reference, optimizers, batches, most_tokens):
-    """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are
-    of the weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
+    """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are those of the
+    weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
     parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     longest = max(task.LIMITS.values())
     normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts))
@@ -172,14 +172,14 @@ def update(model, reference, optimizers, batches, most_tokens):
             sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
         sums = {name: parallel.total(value) for name, value in sums.items()}
 
-        # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and what is not finite makes no update.
+        # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
         parallel.sum_gradients(model.parameters())
         sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         sums = dict(zip(sums, torch.stack([*sums.values()]).tolist()))  # GPU sync
         epochs.append(sums)
         if not (math.isfinite(sums["loss"]) and math.isfinite(sums["grad_norm"])):
             skipped += 1
-        elif sums["grad_norm"] > 0:  # without a gradient AdamW would go on by its momentum
+        elif sums["grad_norm"] > 0:  # without a gradient AdamW would still move by its momentum
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -195,13 +195,13 @@ def update(model, reference, optimizers, batches, most_tokens):
 
 
 def uniform_numbers(count, group_size, seed):
-    """(count, G, T): they decide what is drawn. Made for all questions at once, however many processes share them."""
+    """(count, G, T): they determine what is sampled. Drawn for all questions, however many processes share them."""
     return torch.rand(count, group_size, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(seed))
 
 
 def answer(model, questions, temperature, group_size=1):
     """Graded answers, `group_size` to each question, in the order of the questions. All processes share the work; SEED
-    decides what is drawn."""
+    determines what is sampled."""
     mine = slice(parallel.rank(), None, parallel.world())
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
@@ -212,7 +212,7 @@ def answer(model, questions, temperature, group_size=1):
 
 
 def evaluate(model, questions, samples=0):
-    """(figures, answers at TEMPERATURE). Figures, greedy and at TEMPERATURE, with `samples` to each question also pass@k:
+    """(figures, answers at TEMPERATURE). Figures, greedy and at TEMPERATURE, with `samples` per question also pass@k:
     {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
     skill, model = {}, model.inference_copy(model.dtype)
     for temperature in (0.0, TEMPERATURE):
@@ -224,7 +224,7 @@ def evaluate(model, questions, samples=0):
 
 
 def evaluate_and_record(run, model, questions, title):
-    """One more column in the run's table of held-out skill, and its first answers of each kind; the seconds it took."""
+    """Adds a column to the run's table of held-out skill, and records some answers; returns the seconds it took."""
     clock = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
@@ -243,13 +243,13 @@ def evaluate_and_record(run, model, questions, title):
 
 
 def make_optimizers(model):
-    """Each has parameters of its own. A group of parameters keeps the rate that it has here, times the schedule."""
+    """Each has its own parameters. A parameter group is trained with the rate that it has here, times the schedule."""
     return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
 def set_learning_rates(optimizers, factor):
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # the rate that it was made with
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # the rate that it was created with
 
 
 def make_reference(model):
@@ -257,7 +257,7 @@ def make_reference(model):
 
 
 def start():
-    """What the loop works with, at its beginning or where it was stopped."""
+    """Everything that the loop works with, for a new run or for one that is resumed."""
     settings.finish()
     hardware.flush_denormals()
     device = parallel.start(hardware.choose_device(DEVICE), NPROC)
@@ -273,7 +273,7 @@ def start():
     source = parallel.gather([source] if lead else [])[0]
     resumed = None if FRESH else run.resume(STEPS)
     if len(set(parallel.gather([run.step]))) > 1:
-        fail(f"the processes see other checkpoints: OUT_DIR={OUT_DIR} has to be a folder that all machines share.")
+        fail(f"the processes see different checkpoints: OUT_DIR={OUT_DIR} must be a folder that all machines share.")
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
@@ -288,15 +288,18 @@ def start():
 
     items, held_out = load_items(task, DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
-        fail(f"DATA={DATA} has {len(items)} items to train on, where BATCH_POSITIONS={BATCH_POSITIONS}, and "
-             f"{len(held_out)} held out; give more of them.")  # fmt: skip
+        fail(f"DATA={DATA} has {len(items)} items to train on, for BATCH_POSITIONS={BATCH_POSITIONS}, and "
+             f"{len(held_out)} held out, which is too few; provide more.")  # fmt: skip
+    if EVAL_POSITIONS > len(held_out):
+        parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but no more than {len(held_out)} items are held out; each "
+                     "evaluation asks about all of them.")  # fmt: skip
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
     parallel.log(sizes.in_words(SIZED))
-    if lead and FRESH:  # not before model and data are known to be good
+    if lead and FRESH:  # only once model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions
 
@@ -366,7 +369,7 @@ def main():
 
 
 def finish(run, model, optimizers, eval_questions, stopping):
-    """The last evaluation, the trained model, the verdict; there is no evaluation where a signal has stopped the run."""
+    """The last evaluation, the trained model, the verdict; a run that a signal has stopped is not evaluated again."""
     if stopping and run.step < STEPS:
         run.leave(model, signal=stopping[0])
     if "after" not in run.skill:

@@ -26,9 +26,8 @@ LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
 
 
 def load(source, config):
-    """Items are (kind of question, position). `source` has the ordinary positions."""
-    sides = zip(rewards.load_mates(), positions.split(rewards.load_unfinished(source)))
-    return [[("mates", p) for p in mates] + [("moves", p) for p in moves] for mates, moves in sides]
+    """Items are those of chess; no label is needed."""
+    return rewards.with_mates(source, *positions.split(rewards.load_unfinished(source)))
 
 
 def make_questions(items, count, rng, config):

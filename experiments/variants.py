@@ -67,8 +67,8 @@ def measure(task, settings, folder):
 
 
 def show(runs):
-    """Means over the seeds with their 95 % intervals. "entropy" is that of the last step in nats a token, "clipped" the
-    share of tokens whose gradient the clip changed; all but the entropy are in percent."""
+    """Means over the seeds with their 95 % intervals. "entropy" is that of the last step in nats per token, "clipped"
+    the share of tokens whose gradient the clip changed; all but the entropy are in percent."""
     columns = list(next(run for found in runs.values() for run in found.values() if run))
     rows = [["", *columns]]
     for name, found in runs.items():

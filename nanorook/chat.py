@@ -1,4 +1,4 @@
-"""A chat as an instruction-tuned model was taught it: its folder's template, out of which no message can break."""
+"""Chats in the form that an instruction-tuned model knows: by its folder's template, which no message can escape."""
 
 import functools
 import json
@@ -21,8 +21,8 @@ def chat_template(config):
 
 def chat(config, messages, **options):
     """The prompt for [{"role": "user", "content": text}, ...], up to where the answer begins, in pieces: the template's
-    special tokens are Special, and all that a message holds is text. `options` are the template's own (for Qwen3
-    enable_thinking=False)."""
+    special tokens are Special, and everything in a message is text. `options` are passed to the template (such as
+    enable_thinking=False for Qwen3)."""
     tokenizer = config.tokenizer
     settings = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
     if not (template := chat_template(config)):
@@ -31,8 +31,8 @@ def chat(config, messages, **options):
     options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
     special = sorted(tokenizer.special, key=len, reverse=True)
     pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
-    # A special token's name in a message is rendered as its number between two marks. Unicode keeps these characters
-    # for internal use; of them the mark is one that no message holds.
+    # A special token's name in a message is rendered as its number between two marks. Unicode reserves these characters
+    # for internal use, and the mark is one of them that no message contains.
     texts = "".join(str(text) for message in messages for text in message.values())
     mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in texts)
 

@@ -1,4 +1,4 @@
-"""Model folders: found or downloaded, config checked, weights read without running code; and written."""
+"""Model folders: how they are found or downloaded, checked, read without running code, and written."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
-WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # of a folder on the hub
+WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # files of a folder on the hub
 
 
 def fetch(source, wanted=WANTED):
@@ -41,27 +41,27 @@ def fetch(source, wanted=WANTED):
 
     try:
         return Path(snapshot_download(source, allow_patterns=[*wanted]))
-    except Exception as error:  # offline, unknown, private, full disk: each raises another class
+    except Exception as error:  # offline, unknown, private, full disk: each raises a different class
         if isinstance(error, GatedRepoError):
-            fail(f"{source} is gated: accept its terms on the hub, then give your access token with HF_TOKEN=.")
-        fail(f"{source}: no such folder here, and the hub did not give it: {type(error).__name__} {error}")
+            fail(f"{source} is gated: accept its terms on the hub, then set HF_TOKEN to your access token.")
+        fail(f"{source}: there is no such folder, and the hub could not provide it: {type(error).__name__} {error}")
 
 
 def read_weights(folder):
-    """All tensors by name, from model.safetensors or the files that an index names, as transformers chooses. What else
-    lies there may be of another model."""
+    """All tensors by name, from model.safetensors or the files that an index names, as in transformers. Other files in
+    the folder may belong to another model."""
     index, files, weights = folder / "model.safetensors.index.json", ["model.safetensors"], {}
     try:
         if index.exists() and not (folder / files[0]).exists():
             files = sorted({*json.loads(index.read_text())["weight_map"].values()})
     except Exception as error:  # damage may show anywhere
-        fail(f"{index}: damaged, or no index of weights: {type(error).__name__} {error}")
+        fail(f"{index}: damaged, or not an index of weights: {type(error).__name__} {error}")
     for file in (folder / Path(name).name for name in files):
         try:
             weights |= load_file(file)
         except FileNotFoundError:
-            fail(f"{folder}: there is no {file.name}; transformers' from_pretrained and save_pretrained make one "
-                 "of other formats.")  # fmt: skip
+            fail(f"{folder}: there is no {file.name}; convert other formats with transformers' from_pretrained and "
+                 "save_pretrained.")  # fmt: skip
         except Exception as error:  # of safetensors, or of the disk
             fail(f"{file}: damaged or not a file of weights: {type(error).__name__} {error}")
     return weights
@@ -70,14 +70,14 @@ def read_weights(folder):
 def check_weights(folder, weights):
     for name, tensor in weights.items():
         if tensor.dtype not in FLOATS or not tensor.isfinite().all():
-            fail(f"{folder}: {name} ({tensor.dtype}) has to hold finite numbers of 16 bits or more, with a fraction.")
+            fail(f"{folder}: {name} ({tensor.dtype}) has to hold finite floating-point numbers of 16 bits or more.")
     return weights
 
 
 def read_json(file):
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
-        return copy.deepcopy(content)  # as the model is copied with it; what is nested too deeply shows here
+        return copy.deepcopy(content)  # copies of the model contain it, so excessive nesting has to show here
     except (ValueError, TypeError, OSError, RecursionError) as error:
         fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
 
@@ -86,21 +86,21 @@ def architecture(folder):
     """The subclass of GPT, or GPT itself, for a folder."""
     name = read_json(folder / "config.json").get("model_type", "gpt2")
     if name not in ARCHITECTURES:
-        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are known; a "
-             "file of your own is added to ARCHITECTURES in nanorook/folder.py.")  # fmt: skip
+        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are known; add a "
+             "file of your own to ARCHITECTURES in nanorook/folder.py.")  # fmt: skip
     file, kind = ARCHITECTURES[name]
     return getattr(module_of(file), kind)
 
 
 def parameters(source):
-    """How many a model has, by its config.json alone: no weights are read or downloaded."""
+    """The number of parameters of a model, from its config.json alone: no weights are read or downloaded."""
     kind = architecture(folder := fetch(source, ["config.json"]))
     with torch.device("meta"):
         return sum(p.numel() for p in kind(kind.read_config(folder)).parameters())
 
 
 def check_supported(file, content, supported):
-    """`supported`: {entry of config.json: what it may be; the first one is what it is when absent}."""
+    """`supported`: {entry of config.json: its allowed values, of which the first is the default}."""
     for name, allowed in supported.items():
         value = content.get(name, allowed[0])
         if value not in allowed:
@@ -115,7 +115,7 @@ def read_config(folder, kind):
     values = {name: content.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
         least = 0 if name in ("eos_token_id", "layer_norm_epsilon") else 1
-        most = 2**10 if name == "n_layer" else 2**24  # each layer is made before a tensor is found to be missing
+        most = 2**10 if name == "n_layer" else 2**24  # all layers are created before a missing tensor is noticed
         if type(value) is not type(defaults[name]) or not least <= value < most:
             fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
     supported = {
@@ -129,7 +129,7 @@ def read_config(folder, kind):
     extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
     config = kind(**values, extra=extra)
     if config.n_embd % config.n_head:
-        fail(f"{file}: n_embd {config.n_embd} is no multiple of n_head {config.n_head}.")
+        fail(f"{file}: n_embd {config.n_embd} is not a multiple of n_head {config.n_head}.")
     return config
 
 
@@ -151,7 +151,7 @@ def from_gpt2(weights):
     found = {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
     if len(found) < len(kept):
         twice = next(name for name in kept if f"transformer.{name}" in kept)
-        fail(f"the weights have {twice} twice, with transformer. before it and without; remove one of them.")
+        fail(f"the weights have {twice} twice, with the prefix transformer. and without; remove one of them.")
     return found
 
 
@@ -160,8 +160,8 @@ def to_gpt2(weights):
 
 
 def write(path, files):
-    """Files {name: bytes} to a folder. A new one appears whole or not at all; in an old one each file is replaced
-    whole, and other files are kept."""
+    """Writes files {name: bytes} to a folder. A new folder appears whole or not at all; in an existing one each file is
+    replaced at once, and other files are kept."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))

@@ -11,7 +11,7 @@ from nanorook.settings import fail
 
 
 def choose_device(name="auto"):
-    """The device of that name; auto: cuda if there is one."""
+    """The device of this name; auto is cuda if there is a GPU."""
     gpus = torch.cuda.device_count()
     usable = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"] if gpus else ["cpu"]
     if name not in ("auto", *usable):
@@ -20,19 +20,19 @@ def choose_device(name="auto"):
 
 
 def prepare(device="auto", dtype="auto"):
-    """(device, dtype of matrix products) of a program, by the names that settings have for them."""
+    """(device, dtype of matrix products) from the values of the settings DEVICE and DTYPE."""
     flush_denormals()
     device = choose_device(device)
     return device, fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype)
 
 
 def flush_denormals():
-    """Sharp attention is full of denormal numbers, which make a CPU half as fast: from now on they are 0."""
+    """Sharp attention produces denormal numbers, which halve the speed of a CPU: from now on they are 0."""
     torch.set_flush_denormal(True)
 
 
 def fastest_dtype(device):
-    """For matrix products: bf16 where CUDA has units for it; on CPU what multiplies faster on this machine."""
+    """For matrix products: bf16 on a GPU that has units for it; on a CPU the one that multiplies faster there."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
     seconds = {}
@@ -101,6 +101,6 @@ def microbatch_tokens(model, keys):
 def compiles(wanted, device):
     """Whether torch.compile is used; `wanted` is 0, 1 or auto: on CUDA, where there is a C compiler."""
     if wanted == "auto" and device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        print("no C compiler was found, so torch.compile is left out: apt install gcc", flush=True)
+        print("no C compiler was found, so torch.compile is not used: apt install gcc", flush=True)
         return False
     return wanted == "1" or wanted == "auto" and device.type == "cuda"

@@ -1,8 +1,8 @@
-"""Where people watch runs: REPORT_TO=wandb, trackio or tensorboard. None of these packages is needed otherwise.
+"""Dashboards: REPORT_TO=wandb, trackio or tensorboard sends a run there. No other run needs these packages.
 
 Each gets the settings, the metrics of every step, held-out skill with the ends of its intervals, and some graded
-answers. A resumed run continues its record: in wandb by its id, which needs its server and so cannot work offline
-(there it begins another one), in trackio by its name, in tensorboard in OUT_DIR/tensorboard.
+answers. A resumed run continues its record: in wandb by its id, which takes wandb's server (offline, the run begins
+another record), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard.
 """
 
 import atexit
@@ -16,18 +16,18 @@ from nanorook.monitor import printable
 from nanorook.settings import fail
 from nanorook.task import as_sum, prompt_text
 
-PROJECT, ANSWERS = "nanorook", 8  # answers of each kind that an evaluation shows
+PROJECT, ANSWERS = "nanorook", 8  # answers of each kind that are sent after an evaluation
 COLUMNS = ["kind", "question", "answer", "reward", "made of"]
 
 
 def require(where):
-    """Refuses a package that is not installed, before a run does anything."""
+    """Ends the program before the run begins if the package is not installed."""
     if where != "none" and not getattr(importlib.util.find_spec(where), "origin", None):  # a folder has none
         fail(f"REPORT_TO={where} needs a package that is not installed: .venv/bin/python -m pip install {where}")
 
 
 def step_numbers(metrics):
-    """Each kind of question is a group of charts; what concerns all of them is in `train` and `seconds`."""
+    """Each kind of question is a group of charts; what concerns all kinds is in `train` and `seconds`."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
     numbers = {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
     return numbers | {f"seconds/{name}": value for name, value in metrics["seconds"].items()}
@@ -53,7 +53,7 @@ def answer_rows(answers):
 
 
 def connect(where, run):
-    """A function of (step, numbers, rows of answers) that reports them; `run.record` names the record of this run."""
+    """A function (step, numbers, rows of answers) that sends them; `run.record` is the name of this run's record."""
     if where == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -76,7 +76,7 @@ def connect(where, run):
         name = f"{run.out.resolve().name}-{run.record}"
         package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
     except Exception as error:  # no account, no network: wandb's own errors
-        fail(f"REPORT_TO={where} could not begin its record ({error}); WANDB_MODE=offline needs no account.")
+        fail(f"REPORT_TO={where} could not begin a record ({error}); WANDB_MODE=offline needs no account.")
     atexit.register(package.finish)
 
     def report(step, numbers, rows=()):

@@ -1,4 +1,4 @@
-"""What a run says about itself: its state and what to do about it, the progress line, figures of answers, logs."""
+"""What a run reports: its state and what to do about it, the progress line, figures of its answers, and logs."""
 
 import json
 import math
@@ -25,10 +25,10 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     """The state of a step with metrics `m` after the steps `past`: that of its worst kind of question."""
     rules = [
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
-        ("red", m["skipped"] > 0, "a loss or gradient was not finite and its update was skipped: lower LR"),
+        ("red", m["skipped"] > 0, "a loss or gradient was not finite, so the update was skipped: lower LR"),
         ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
-        ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above the clip: lower LR"),
-        ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "the clip stops much of the update: lower LR or EPOCHS"),
+        ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above MAX_GRAD_NORM: lower LR"),
+        ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "much of the update is clipped: lower LR or EPOCHS"),
         ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
     ]
     for kind in sorted(kinds_of(m), key=lambda kind: m[f"{kind}/reward"]):  # the worst first
@@ -39,39 +39,39 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
             ("yellow", highest - reward < 1e-6 and reward < 0.8, f"all {kind} rewards are {reward:.4g}: is it a cap?"),
-            ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end, as they did at first: lower LR"),
+            ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
              f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit of new tokens"),
-            ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and look at the samples"),
-            ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or pay partial success"),
+            ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and read samples.jsonl"),
+            ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or reward partial success"),
             ("yellow", alike > 0.5 and reward < 0.8,
-             f"most {kind} groups have one reward only: raise TEMPERATURE or GROUP_SIZE"),
+             f"in most {kind} groups all answers earn the same: raise TEMPERATURE or GROUP_SIZE"),
             ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),
-            ("yellow", falls, f"the {kind} reward falls: lower LR or raise KL_COEF"),
+            ("yellow", falls, f"the {kind} reward is falling: lower LR or raise KL_COEF"),
         ]  # fmt: skip
     found = [{"state": state, "advice": advice} for state, wrong, advice in rules if wrong]
     return min(found, key=lambda rule: rule["state"], default={"state": "green", "advice": ""})  # red before yellow
 
 
 def check_start(metrics, dtype, limits):
-    """Refuses a run whose model does not write answers, or whose sampler, policy and reference differed before the
-    first update."""
+    """Ends a run whose model does not write well-formed answers, or whose sampler, policy and reference differed before
+    the first update."""
     structure, kind = worst(metrics, "structure", min)
     if structure < 0.2:
-        fail(f"only {structure:.0%} of the first {kind} answers have the structure of one, and "
-             f"{metrics[f'{kind}/hit_limit']:.0%} hit their limit: if most do, raise the task's LIMITS {limits}; else "
-             "the model does not speak this format, so check its weights and config.json, or pretrain it.")  # fmt: skip
+        fail(f"only {structure:.0%} of the first {kind} answers are well-formed, and "
+             f"{metrics[f'{kind}/hit_limit']:.0%} hit their limit: if most do, raise the task's LIMITS {limits}; if "
+             "not, the model does not know the format: check its weights and config.json, or pretrain it.")  # fmt: skip
     gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
-        fail(f"sampling and training disagree by {gap:.4f} nats a token before any update, which only a bug or "
+        fail(f"sampling and training disagree by {gap:.4f} nats per token before any update, which only a bug or "
              "weights that are not finite can cause.")  # fmt: skip
     if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
         fail(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
 
 
 def worst(m, name, pick):
-    """(value, kind) of a metric where it is worst, by `pick` min or max: a mean over kinds would hide a broken kind.
-    Where no kind has the metric the value is NaN, of which no comparison is true."""
+    """(value, kind) of a metric where it is worst, by `pick` (min or max): a mean over kinds would hide a broken kind.
+    If no kind has the metric, the value is NaN, for which every comparison is false."""
     kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
     return pick(kinds, default=(math.nan, ""))
 
@@ -101,22 +101,22 @@ def intervals(answers):
 
 
 def pass_at_k(values, n, k):
-    """For each question the chance that one of k answers is right where its n answers have these values and 1 is right,
-    without bias (Chen et al., 2021, Evaluating Large Language Models Trained on Code); None where none has a value."""
+    """For each question an unbiased estimate of the chance that one of k answers is right, from n answers, of value 1
+    if right (Chen et al., 2021, Evaluating Large Language Models Trained on Code); None if none has a value."""
     groups = [values[i : i + n] for i in range(0, len(values), n)]
     return [None if {*g} == {None} else 1 - math.comb(n - g.count(1), k) / math.comb(n, k) for g in groups]
 
 
 def pass_rates(answers, n):
-    """{"mates mate pass@4": as in intervals(), ...} of metrics that are shares, from `n` answers to each question."""
+    """{"mates mate pass@4": as in intervals(), ...} for metrics that are shares, from `n` answers to each question."""
     found = {name: values for name, values in figures(answers).items() if all(0 <= v <= 1 for v in known(values))}
     return {f"{name} pass@{k}": figure(pass_at_k(tried, n, k)) for name, tried in found.items()
             for k in (1, 4, 16, 64) if k <= n and not name.endswith(" reward")}  # fmt: skip
 
 
 def describe_answers(answers, group_size):
-    """The metrics of all the answers of a step, of which those of a group lie next to each other: over all kinds
-    ("reward"), of each ("policy/reward", "policy/legal"), and what pieces of the reward gave: "policy/earned/legal"."""
+    """The metrics of all answers of a step, those of a group next to each other: over all kinds ("reward"), of each one
+    ("policy/reward", "policy/legal"), and what each piece of the reward paid ("policy/earned/legal")."""
     result = {"reward_std": stdev(answer.grade.reward for answer in answers)}
     for prefix, some in [("", answers), *((f"{kind}/", some) for kind, some in by_kind(answers).items())]:
         rewards = [answer.grade.reward for answer in some]
@@ -134,7 +134,7 @@ def describe_answers(answers, group_size):
 
 
 def log_step(file, past, metrics):
-    """Adds a step to metrics.jsonl; the steps that diagnose() looks back on, the first one among them."""
+    """Adds a step to metrics.jsonl; returns the steps that diagnose() looks back on, including the first one."""
     metrics["tokens_per_second"] = metrics["tokens"] / sum(metrics["seconds"].values())
     with open(file, "a") as log:
         log.write(json.dumps(metrics) + "\n")
@@ -142,7 +142,7 @@ def log_step(file, past, metrics):
 
 
 def progress_line(past, steps, evaluation_seconds):
-    """The last of the steps `past`; the evaluations still to come will take `evaluation_seconds` in all."""
+    """A line about the last of the steps `past`; the remaining evaluations will take `evaluation_seconds` in all."""
     m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past[-40:])
     left = timedelta(seconds=round(seconds * (steps - m["step"]) + evaluation_seconds))
     kinds = [f"{kind} {m[f'{kind}/reward']:.2f}" for kind in kinds_of(m)]
@@ -204,7 +204,7 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
     """What a run trains, on what and where."""
     parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
-    again = ", blocks computed again in the backward pass" * model.recompute
+    again = ", blocks recomputed in the backward pass" * model.recompute
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
@@ -213,10 +213,10 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
 
 
 def open_log(run, model, questions):
-    """Cuts the files of a run back to where it stands; the metrics of its steps so far. The held-out questions are
-    named in run.json in the order of figures(), for comparisons with other runs."""
+    """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json names the
+    held-out questions, in the order of figures(), for comparisons with other runs."""
     step = run.step if run.skill else -1
-    evaluated = {"after", f"step {step}"} & run.skill.keys()  # else it was killed while this evaluation was written
+    evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, it was killed while writing this evaluation
     about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))

@@ -26,13 +26,13 @@ def world():
 
 
 def log(text):
-    """Prints it, once for all processes."""
+    """Prints a text once, and not once for each process."""
     if rank() == 0:
         print(text, flush=True)
 
 
 def start(device, processes):
-    """Joins the other processes, or starts them first; returns this one's device."""
+    """Joins the other processes, after starting them if necessary; returns the device of this one."""
     if processes > 1 and not launched():
         launch(processes)
     if device.type == "cuda":
@@ -48,13 +48,13 @@ def start(device, processes):
 
 
 def launched():
-    """Whether the environment names the others. RANK alone may be another program's."""
+    """Whether the environment describes the other processes. RANK alone may belong to another program."""
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def launch(processes):
     """Starts this program again for every other rank, in a session of its own, so that Ctrl-C reaches this one alone.
-    torchrun would pass it on, and 30 seconds later kill whoever is still at its step, before anything is saved."""
+    torchrun would pass it on, and 30 seconds later kill any process that is still at its step, before it has saved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
@@ -68,7 +68,7 @@ def launch(processes):
 
 
 def another_has_ended(error):
-    """Whether this is what a process gets when another one of its run ends; gloo's error has no class of its own."""
+    """Whether a process gets this error when another one of its run has ended; gloo's has no class of its own."""
     return world() > 1 and (isinstance(error, dist.DistError) or "connection" in str(error).lower())
 
 
@@ -86,7 +86,7 @@ def total(tensor):
 
 def sum_gradients(parameters):
     """Sums the gradients over all processes, in one call: one call for each parameter takes several times as long.
-    Where no answer had a gradient it is zero."""
+    A parameter without a gradient gets one of zeros."""
     for p in (parameters := list(parameters)):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     if world() == 1:
@@ -96,7 +96,7 @@ def sum_gradients(parameters):
 
 
 def gather(items):
-    """The lists of all processes, one after the other."""
+    """The lists of all processes, concatenated."""
     if world() == 1:
         return items
     lists = [None] * world()

@@ -1,7 +1,7 @@
-"""Where a run stands: begun, resumed, taken back, saved, finished.
+"""The state of a run: how it begins, is resumed, goes back, is saved and ends.
 
-OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt, all that one step leaves to the next. It appears whole or
-not at all; the two newest are kept, and the one with the best evaluation.
+OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt, everything that one step leaves to the next. It appears
+whole or not at all; the two newest are kept, and the one with the best evaluation.
 """
 
 import copy
@@ -38,38 +38,38 @@ MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 class Run:
     def __init__(self, out):
         self.out = Path(out)
-        self.step = 0  # steps that were made
-        self.dtype = ""  # of the matrix products, measured once: another process or day might measure otherwise
+        self.step = 0  # steps made so far
+        self.dtype = ""  # of the matrix products, chosen once: a second measurement might choose another one
         self.microbatch = 0  # most tokens of one, likewise
         self.start_hash = ""  # of the start model's weights
         self.skill = {}  # {"before", "step 40", "after": {figure: (mean, half-width, values of the questions)}}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
-        self.lr_factor = 1.0  # lowered each time that the run goes back
+        self.lr_factor = 1.0  # lowered each time the run goes back
         self.skipped_in_a_row = 0
         self.rollbacks = 0
         self.good = None  # the last state known to be healthy, see snapshot()
-        self.record = ""  # its name where REPORT_TO sends it
+        self.record = ""  # its name in the dashboard of REPORT_TO
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
         self.report = None  # a function, see loggers.connect()
 
     def acquire_lock(self):
-        """Holds OUT_DIR, which has to be empty or a run's, until this process ends, however it ends."""
+        """Locks OUT_DIR, which must be empty or belong to a run, until this process ends, however it ends."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fail(f"OUT_DIR={self.out} is in use by another run; wait for its end, or name another folder.")
+            fail(f"OUT_DIR={self.out} is in use by another run; wait for it to end, or name another folder.")
         if (found := self.found()) and not (self.out / "settings.json").exists():  # the first file that a run writes
-            fail(f"OUT_DIR={self.out} holds {found[0].name}, which no run has made; name another folder.")
+            fail(f"OUT_DIR={self.out} contains {found[0].name}, which no run has made; name another folder.")
 
     def forbid_model_inside(self, source):
-        """The start model is read again when a run goes on, so the run must not overwrite it."""
+        """The start model is read again when a run is resumed, so the run must not overwrite it."""
         if Path(source).resolve().is_relative_to(self.out.resolve()):
             fail(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
     def check_start_model(self, model, source):
-        """The model that the run began with is the reference of its KL; a folder's content may have changed since."""
+        """The model that the run began with is the reference of its KL; its folder may have changed since."""
         sha = hashlib.sha256()
         for tensor in model.state_dict().values():
             sha.update(tensor.numpy())
@@ -79,7 +79,7 @@ class Run:
         self.start_hash = sha.hexdigest()
 
     def found(self):
-        """What a run has made; where no run has been, a `model` is somebody's."""
+        """What a run has made; without a run, a `model` belongs to somebody else."""
         return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
 
     def clear(self):
@@ -90,7 +90,7 @@ class Run:
                 path.unlink()
 
     def resume(self, steps):
-        """Takes over the newest checkpoint that can be read; (model, optimizer) as they were, or None."""
+        """Restores the newest checkpoint that can be read; returns the states of (model, optimizers), or None."""
         folders = sorted(self.out.glob(STEP), reverse=True)
         for folder in folders:
             try:
@@ -99,19 +99,19 @@ class Run:
                 saved = torch.load(folder / "trainer.pt", "cpu", weights_only=True)
                 break
             except Exception as error:  # a damaged pickle may raise anything
-                parallel.log(f"{folder} is damaged ({type(error).__name__}), so the checkpoint before it is used.")
+                parallel.log(f"{folder} is damaged ({type(error).__name__}), so the previous checkpoint is used.")
         else:
             if folders:
                 fail(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
             return None
         if not saved.keys() >= {*self.kept}:
-            fail(f"the run in {self.out} was begun by an older version of this program; start over with FRESH=1.")
+            fail(f"the run in {self.out} was started by an older version of this program; start over with FRESH=1.")
         vars(self).update({name: saved[name] for name in self.kept})
         settings.check_resumed(saved["settings"], parallel.log)
         if self.step > steps or (self.step == steps and finished(self.out)):
-            fail(f"{self.out} holds a run of {self.step} steps, which STEPS={steps} does not continue; raise it, "
+            fail(f"{self.out} contains a run of {self.step} steps, so none is left with STEPS={steps}; raise STEPS, "
                  "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
-        parallel.log(f"{self.out} holds {self.step} steps of this run; it goes on from there. FRESH=1 starts over.")
+        parallel.log(f"{self.out} contains {self.step} steps of this run, which is resumed. FRESH=1 starts over.")
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
             if settings.values()["LR_SCHEDULE"] != "constant":
@@ -120,28 +120,28 @@ class Run:
         return saved["model"], saved["optimizer"]
 
     def snapshot(self, model, optimizers):
-        """All that going back restores, in the host's memory."""
+        """Everything that go_back() restores, in host memory."""
         return to_host({"weights": model.state_dict(), "moments": [o.state_dict()["state"] for o in optimizers]})
 
     def go_back(self, model, optimizers, lr_factor):
-        """To the last good state. What led away from it would do so again, so the learning rate is lowered."""
+        """Restores the last good state. The learning rate is lowered, as the run would fail again with the same one."""
         self.rollbacks += 1
         if self.rollbacks == 3:
-            fail("the run failed for the third time; lower LR, or see the last line's advice.")
+            fail("the run failed for the third time; lower LR, or follow the last advice above.")
         restore(model, optimizers, **copy.deepcopy(self.good))
         self.lr_factor *= lr_factor
         self.skipped_in_a_row = 0
-        parallel.log(f"back to the last good state, with LR times {self.lr_factor:g}")
+        parallel.log(f"back to the last good state, with LR multiplied by {self.lr_factor:g}")
 
     def save(self, model, optimizers):
-        """Writes OUT_DIR/step-N; the folder takes its name when all is on the disk, so it survives a power cut."""
+        """Writes OUT_DIR/step-N; the folder gets its name once all is on the disk, so it survives a power cut."""
         folder = self.out / f"step-{self.step:06d}"
         unfinished = self.out / ".unfinished" / folder.name
         trainer = {name: getattr(self, name) for name in self.kept} | {"settings": settings.values()}
         trainer |= {"model": model.state_dict(), "optimizer": [o.state_dict()["state"] for o in optimizers]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         model.save(unfinished)
-        torch.save(trainer, content := BytesIO())  # into a file, it would not say that the disk is full
+        torch.save(trainer, content := BytesIO())  # writing to a file, it would not report a full disk
         (unfinished / "trainer.pt").write_bytes(content.getbuffer())
         for path in [*unfinished.iterdir(), unfinished]:
             handle = os.open(path, os.O_RDONLY)
@@ -154,8 +154,8 @@ class Run:
                 shutil.rmtree(path)
 
     def leave(self, model, signal=0):
-        """The trained model with its card, the verdict and the report, also where a signal has stopped the run. A
-        report that fails does not fail it; a red verdict does, after all is written, so that a script notices."""
+        """Writes the trained model with its card, the verdict and the report, even if a signal has stopped the run. If
+        the report fails, the run does not; if the verdict is red, it does, so that a script notices."""
         if parallel.rank() == 0:
             model.save(self.out / "model")
             lines, file = verdict(self.out), self.out / "run.json"
@@ -174,26 +174,26 @@ class Run:
 
 
 def finished(out):
-    """Whether the run in this folder has made all its steps. One that was stopped leaves a `model` as well."""
+    """Whether the run in this folder has made all its steps. A run that was stopped leaves a `model`, too."""
     file = Path(out, "run.json")
     return file.exists() and "finished" in json.loads(file.read_text())
 
 
 def continuation(out, fresh):
-    """What the same command does after a run has broken off, for the end of a sentence."""
+    """What the same command does after a run was interrupted, as the end of a sentence."""
     newest, command = max(Path(out).glob(STEP), default=None), "the same command" + " without FRESH=1" * fresh
-    return f"{command} goes on from {newest}." if newest else "the same command starts again."
+    return f"{command} resumes from {newest}." if newest else "the same command starts again."
 
 
 def explain(error, task, continuation):
-    """Ends a run with a sentence on an error that no code of it has handled; what is a bug keeps its traceback."""
+    """Ends a run with a message about an error that nothing else has handled; a bug keeps its traceback."""
     if raised_by(task, error):
         traceback.print_exception(error)
         fail(f"this error came from the task, {task.__file__}; {continuation}")
     if isinstance(error, OSError):
         fail(f"a file could not be read or written ({error}); {continuation}")
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-        fail(f"out of memory: set MICROBATCH_TOKENS below the number told at the start, or lower GROUP_SIZE or the "
+        fail(f"out of memory: set MICROBATCH_TOKENS below the number printed at the start, or lower GROUP_SIZE or the "
              f"limits of new tokens {task.LIMITS}; {continuation}")  # fmt: skip
     if not parallel.another_has_ended(error):
         raise error
@@ -202,7 +202,7 @@ def explain(error, task, continuation):
 
 def restore(model, optimizers, weights, moments):
     if len(moments) != len(optimizers):
-        fail(f"this run was begun with {len(moments)} optimizer(s), and make_optimizers now returns {len(optimizers)}; "
+        fail(f"this run was started with {len(moments)} optimizer(s), but make_optimizers returns {len(optimizers)}; "
              "start over with FRESH=1.")  # fmt: skip
     model.load_state_dict(weights)
     for optimizer, state in zip(optimizers, moments):
@@ -210,7 +210,7 @@ def restore(model, optimizers, weights, moments):
 
 
 def to_host(state):
-    """A copy in the host's memory of tensors in dicts and lists: on a GPU it would take the room of microbatches."""
+    """A copy of tensors in dicts and lists in host memory: on a GPU it would take memory from microbatches."""
     if torch.is_tensor(state):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, list):
@@ -219,7 +219,7 @@ def to_host(state):
 
 
 def write(path, text):
-    """The whole file or nothing."""
+    """Writes the whole file or nothing."""
     part = path.with_name(f".{path.name}")
     part.write_text(text)
     os.replace(part, path)
@@ -236,7 +236,7 @@ def rewind(file, step, *needed):
                 break
             rows.append(row)
         except (ValueError, TypeError, KeyError):
-            print(f"{file}: line {number} is damaged; it and those after it are left out.", flush=True)
+            print(f"{file}: line {number} is damaged, so the log is cut off before it.", flush=True)
             break
     write(file, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
@@ -250,7 +250,7 @@ def catch_signals():
         if received:
             os._exit(128 + number)
         received.append(number)
-        print("finishing this step or evaluation, and saving; a second Ctrl-C quits at once", flush=True)
+        print("finishing this step or evaluation, then saving; press Ctrl-C again to quit at once", flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handler)

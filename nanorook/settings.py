@@ -1,7 +1,7 @@
 """Settings by name: from NAME=value arguments, the environment, a run (for tools), the task's defaults, the defaults.
 
-A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one, and LR stands
-where it is used. Only a program that was started calls `read_user`, before that; one that is imported has the defaults.
+A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one, and the code
+then uses LR. Only a program that is run calls `read_user`, before its first setting; imported, it keeps the defaults.
 """
 
 import argparse
@@ -13,14 +13,15 @@ import sys
 from pathlib import Path
 
 SETTINGS = {}  # name -> (default, meaning, value)
-OWN = {}  # name -> the default that the program itself has
+OWN = {}  # name -> the program's own default
 GIVEN = {"arguments": {}, "environment": {}, "run": {}, "defaults": {}}  # what settings are read from
 HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
+ROOT = Path(__file__).parent.parent
 
 
 def fail(message):
-    """Ends the program with one line; of an error at its end, what that says first."""
+    """Ends the program with one line; if the message quotes a longer error, only its first line is shown."""
     sys.exit(f"error: {message}".splitlines()[0])
 
 
@@ -31,8 +32,8 @@ def read_user():
 
 
 def read_run():
-    """As read_user; and settings that are not given are those of the run that made the first model that the arguments
-    name, which then is OUT_DIR/model or OUT_DIR/step-N. MODEL is the run's start model unless it is given."""
+    """As read_user, but settings that are not given are taken from the run that made the first model named by the
+    arguments, which then is OUT_DIR/model or OUT_DIR/step-N. MODEL is that run's start model unless it is given."""
     read_user()
     for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
         folder = Path(word.removeprefix("MODEL="))
@@ -44,12 +45,12 @@ def read_run():
 
 
 def take_defaults(defaults):
-    """A task's: from now on they are the defaults of the settings that they name."""
+    """From now on these, which a task provides, are the defaults of the settings that they name."""
     GIVEN["defaults"] = defaults
 
 
 def heading(title):
-    """The settings that follow stand under this heading in --help."""
+    """The settings that follow are listed under this heading in --help."""
     HEADINGS[len(SETTINGS)] = title
 
 
@@ -65,9 +66,18 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         fail(f"{name}={error}")
     if one_of is not None and value not in one_of:
         fail(f"{name}={value} is not one of {', '.join(one_of)}.")
+    if name in ("TASK", "MODEL", "DATA", "OUT_DIR"):
+        value = from_here(value, name == "OUT_DIR")
     OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
+
+
+def from_here(path, new=False):
+    """The absolute path, where a user stands elsewhere than in the project's folder, of what is there or will be: a
+    run's settings are read again by tools, which start in the project's folder."""
+    elsewhere = not Path.cwd().samefile(ROOT) and path and (new or Path(path).exists())
+    return str(Path(path).absolute()) if elsewhere else path
 
 
 def as_text(value):
@@ -75,7 +85,7 @@ def as_text(value):
 
 
 def number(kind, low, high=LARGEST):
-    """A function of a text that gives a number within bounds; argparse takes it as a type."""
+    """A function that turns a text into a number within bounds; it is also a type for argparse."""
 
     def parse(text):
         try:
@@ -91,14 +101,14 @@ def number(kind, low, high=LARGEST):
 
 
 def output_file(text):
-    """A type for argparse: a file that can be written, which is looked at before the work and not after it."""
+    """A type for argparse: the path of a file to write, which is checked before the work and not after it."""
     if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} cannot be written: it is a folder, or in one that does not exist.")
     return text
 
 
 def finish(program="./train.sh", arguments=None):
-    """Call it after the last setting: prints --help, refuses unknown arguments, warns of mistyped variables."""
+    """To be called after the last setting: prints --help, refuses unknown arguments, warns of misspelt variables."""
     if any(a in ("-h", "--help") for a in sys.argv[1:]):
         print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}")
         for i, (name, (default, meaning, _)) in enumerate(SETTINGS.items()):
@@ -113,7 +123,7 @@ def finish(program="./train.sh", arguments=None):
             hint = f"did you mean {near[0]}={value or SETTINGS[near[0]][0]}?" if near else "--help lists the settings."
             fail(f"{argument} is not a setting in the form NAME=value; {hint}")
     for name, value in GIVEN["defaults"].items():
-        if name not in SETTINGS or SETTINGS[name][0] != as_text(value):  # else it was defined before the task's file
+        if name not in SETTINGS or SETTINGS[name][0] != as_text(value):  # or it was defined before the task was loaded
             fail(f"the task's DEFAULTS name {name}, which is not a setting that train.py defines after TASK.")
     for name in GIVEN["environment"]:
         near = difflib.get_close_matches(name, SETTINGS, 1, 0.85)
@@ -127,13 +137,13 @@ def values():
 
 
 def in_words(*always):
-    """Some settings, and all others that differ from what the program itself has, as NAME=value."""
+    """These settings, and all others that differ from the program's own defaults, as NAME=value."""
     changed = [name for name, value in values().items() if as_text(value) != OWN[name] and name not in always]
     return " ".join(f"{name}={values()[name]}" for name in (*always, *changed))
 
 
 def check_resumed(old, log):
-    """Settings of a run that is resumed: what would make it another run is refused, other changes are listed."""
+    """Compares settings with those of the run that is resumed: a change that makes it another run is refused."""
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
             if name in ("MODEL", "DATA", "TASK", "SEED"):

@@ -6,13 +6,13 @@ from statistics import NormalDist, fmean, variance
 import numpy as np
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, for 1, 2, ... degrees of freedom
-# Of a rare success, or of a change that is rare, a few are seen, and where they happen to be fewer the variance looks
-# smaller, too. Two more in the sum of squares mend that (Agresti & Coull, 1998; of differences Bonett & Price, 2012).
+# Rare successes or changes are seen a few times only, and if by chance they are seen less often, the variance looks
+# smaller, too. Adding 2 to the sum of squares corrects it (Agresti & Coull, 1998; differences: Bonett & Price, 2012).
 RARE = 2
 
 
 def are_shares(values):
-    """Zeros and ones, or the differences of such."""
+    """Whether the values are zeros and ones, or differences of them."""
     return {*values} <= {-1, 0, 1}
 
 
@@ -24,7 +24,7 @@ def student(freedom):
 
 
 def interval(values):
-    """The mean and the half-width of its 95 % interval by Student's distribution, infinite where there is one value."""
+    """The mean and the half-width of its 95 % interval by Student's distribution, infinite for a single value."""
     mean, n = fmean(values), len(values)
     if n == 1:
         return mean, math.inf
@@ -39,13 +39,13 @@ def known(values):
 
 
 def figure(values):
-    """(mean, half-width of its interval, values) of questions of which some have no value."""
+    """(mean, half-width of its interval, values) of questions, some of which may have no value."""
     return *interval(known(values)), values
 
 
 def spread(values, counts=None):
-    """Numbers for all questions with the mean of the known values, or with the ratio of the sums of values and counts,
-    and, to first order, its variance (Cochran, Sampling Techniques, 1977, chapter 6)."""
+    """A number for each question, so that the mean is that of the known values, or the ratio of the sums of values and
+    counts, and the variance is right to first order (Cochran, Sampling Techniques, 1977, chapter 6)."""
     if counts is None and None not in values:
         return values
     counts = counts or [value is not None for value in values]
@@ -54,7 +54,7 @@ def spread(values, counts=None):
 
 
 def differences(before, after):
-    """after - before of each question; None where not the same ones were asked, or none has a value."""
+    """after - before of each question; None if different questions were asked, or none has a value."""
     if len(before) != len(after) or not known(before) or not known(after):
         return None
     return [b - a for a, b in zip(spread(before), spread(after))]
@@ -70,9 +70,9 @@ def gain(before, after):
 
 
 def beyond_chance(gains):
-    """The names in {name: (mean, half-width of its 95 % interval)} whose mean is not zero. Among many rows a few leave
-    zero out by chance, so all of them together err in one run of twenty (Holm, 1979, A Simple Sequentially Rejective
-    Multiple Test Procedure); as for a normal distribution, which means of dozens of questions have."""
+    """The names in {name: (mean, half-width of its 95 % interval)} whose mean is not zero. Of many rows a few exclude
+    zero by chance, so the error rate of 5 % is for all rows together (Holm, 1979, A Simple Sequentially Rejective
+    Multiple Test Procedure). It assumes normal distributions, which the means of dozens of questions have."""
     ratios = {name: abs(mean) / half if half else math.inf * bool(mean) for name, (mean, half) in gains.items()}
     ordered, found = sorted(gains, key=ratios.get, reverse=True), []
     for i, name in enumerate(ordered):
@@ -83,8 +83,8 @@ def beyond_chance(gains):
 
 
 def shared_variance(questions, values):
-    """What seeds have in common through the questions that more than one of them asked: the covariance of the means of
-    two seeds, on average over all pairs. For each seed the names of its questions and its values."""
+    """What the means of seeds share because they asked some of the same questions: the covariance of the means of two
+    seeds, averaged over all pairs. Takes for each seed the names of its questions and its values."""
     n, deviations = len(values), np.concatenate([(np.asarray(v) - np.mean(v)) / len(v) for v in values])
     _, question = np.unique(np.concatenate(questions), return_inverse=True)
     products = np.bincount(question, deviations) ** 2 - np.bincount(question, deviations**2)  # of different seeds
@@ -102,7 +102,7 @@ def over_seeds(figures, shared=0.0):
     if n == 1:
         return means[0], math.inf
     between = variance(means) / n
-    if between < 1e-12:  # all are alike, as at 100 %: chance has shown nothing, and the questions of one seed say more
+    if between < 1e-12:  # all are equal, as at 100 %: the seeds show no variance, but the questions of one seed may
         return means[0], max(half for _, half in figures)
     total = between + shared  # shared is known from hundreds of questions, between from n seeds: Welch-Satterthwaite
     return fmean(means), student((n - 1) * (total / between) ** 2) * math.sqrt(total)

@@ -1,10 +1,10 @@
-"""Tables for a terminal and for Markdown, and the one that evaluations of the same questions make."""
+"""Tables for a terminal and for Markdown, and the rows of one that compares evaluations of the same questions."""
 
 from nanorook.statistics import gain, with_interval
 
 
 def table(rows, markdown=False):
-    """Rows of texts, the heading first, as columns of equal width; all but the first column stand to the right."""
+    """Rows of texts, the heading first, as columns of equal width; all but the first column are right-aligned."""
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     if not markdown:
@@ -14,8 +14,8 @@ def table(rows, markdown=False):
 
 
 def skill_rows(columns):
-    """The rows of {title: {figure: (mean, half-width, values of the questions)}}, and of several columns the gain from
-    the first to the last, with a star where it is more than noise: its interval leaves out zero."""
+    """The rows of {title: {figure: (mean, half-width, values of the questions)}}; with several columns, also the gain
+    from the first to the last, with a star if its interval excludes zero."""
     skills, several = [*columns.values()], len(columns) > 1
     rows = [["held-out", *columns, *["gain  "] * several]]
     for name in dict.fromkeys(name for skill in skills for name in skill):

@@ -1,7 +1,7 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file.
 
 `Task` is what such a file provides. The functions below it call the task and check what it returns, so that a mistake
-ends in a sentence. docs/tasks.md is the road from an idea to a table; examples/letters.py is a small one.
+ends with a clear message. docs/tasks.md leads from an idea to a table; examples/letters.py is a small task.
 """
 
 import copy
@@ -19,24 +19,23 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
-from nanorook.settings import fail
+from nanorook.settings import ROOT, fail
 from nanorook.tokenizer import Special
 
-ROOT = Path(__file__).parent.parent
 TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit"  # metrics that each kind of question has anyway
 
 
 class Question(NamedTuple):
     kind: str  # a name in LIMITS; questions of one kind are sampled together
-    prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token; nanorook.chat makes such ones
-    truth: Any  # what grade() needs; only what JSON can hold, as it is written to samples.jsonl
-    stop: str = ""  # an answer ends with a token that holds this text, too
-    stop_after: int = 0  # tokens of an answer in which the stop is not looked for yet, as one may begin with a space
+    prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token, as nanorook.chat makes them
+    truth: Any  # what grade() needs; it must fit into JSON, as it is written to samples.jsonl
+    stop: str = ""  # a token that contains this text ends an answer, too
+    stop_after: int = 0  # an answer's first tokens in which the stop is ignored, as one may begin with a space
 
 
 class Grade(NamedTuple):
     # (name, value, (start, end), ...): what a piece of the reward is worth, and the characters of the answer that it
-    # judges; without a span it judges the whole answer. Names differ within an answer.
+    # judges; without a span it judges the whole answer. Names are unique within an answer.
     pieces: tuple
     metrics: dict  # name -> float, averaged over answers and logged; "structure": whether the answer can be read
 
@@ -48,41 +47,41 @@ class Grade(NamedTuple):
 class Task(Protocol):
     """What a task file provides."""
 
-    DEFAULTS: dict  # {setting: default} where the task needs others than train.py has
-    LIMITS: dict  # {kind of question: the most tokens that an answer may have, its end token counted}
+    DEFAULTS: dict  # {setting: default} where they differ from train.py's
+    LIMITS: dict  # {kind of question: the most tokens that an answer may have, including its end token}
 
     def start_model(self) -> str:
-        """The folder of the model that training starts from, made first if need be."""
+        """The folder of the model that training starts from, which is created first if necessary."""
 
     def load(self, source: str, config) -> tuple[list, list]:
         """What questions are about: (training items, held-out items). `source` is the setting DATA; `config` is the
-        model's, whose `extra` holds what its folder says of the text format."""
+        model's, whose `extra` holds other entries of its config.json, such as the text format."""
 
     def make_questions(self, items: list, count: int, rng: Random, config) -> list[Question]:
         """`count` questions about some of the items, the same for the same rng."""
 
     def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
-        """What an answer is worth, 1 where it is perfect. `text` lacks the end token; `hit_limit`: it was cut off."""
+        """What an answer is worth, 1 if it is perfect. `text` is without the end token; `hit_limit`: it was cut off."""
 
     # Optional: LARGE = True, if DEFAULTS were chosen for a model above 50M parameters, see nanorook/sizes.py.
-    # Optional: def question(text, config) -> Question, for a question that a user types at tools.ask.
-    # Optional: def show(question, text) -> str, what a page shows with an answer, or a terminal instead of it, whatever
-    # the answer is. If it begins with "<" it is HTML, for pages alone; its docstring then explains the pictures.
+    # Optional: def question(text, config) -> Question, for a question that a user types in tools.ask.
+    # Optional: def show(question, text) -> str, shown in a report beside the answer or on a terminal instead of it, for
+    # any text. If it begins with "<" it is HTML, for reports only; its docstring is then the legend of the pictures.
 
 
 def prompt_text(prompt):
-    """A prompt as people read it, its special tokens by their names."""
+    """A prompt as people read it, with special tokens by name."""
     return "".join(prompt)
 
 
 def prompt_ids(prompt, tokenizer):
-    """A prompt's token ids. Only what is Special becomes a special token, whatever the texts hold."""
+    """A prompt's token ids. Only a Special piece becomes a special token, whatever the texts contain."""
     pieces = [prompt] if isinstance(prompt, str) else prompt
     return [i for p in pieces for i in ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p))]
 
 
 def load(file) -> Task:
-    """The module of a task file, by its path from here or from the project's folder."""
+    """The module of a task file, by its path relative to the working directory or to the project's folder."""
     module = module_of(file) or fail(f"TASK={file}: there is no such Python file.")
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
         if not hasattr(module, name):
@@ -98,12 +97,12 @@ def load(file) -> Task:
             fail(f"TASK={file}: {name} has to be a function of ({', '.join(parameters)}): {error}.")
     for kind, limit in module.LIMITS.items():
         if type(kind) is not str or not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
-            fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind is one word, its limit at least 1 token.")
+            fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind must be one word, its limit at least 1 token.")
     return module
 
 
 def module_of(file):
-    """The module of a Python file, by its path from here or from the project's folder; None where there is none."""
+    """The module of a Python file, by its path relative to the working directory or the project's folder, or None."""
     paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
     if not (path := next(paths, None)):
         return None
@@ -125,8 +124,8 @@ def start_model(task):
     return str(source)
 
 
-# A resumed run calls the task anew. So what it draws from the global random module is decided by the call alone, and
-# it gets a list of its own, which it may shuffle.
+# A resumed run calls the task again and must get the same. So the global random module is seeded for each call, and the
+# task receives its own copy of the list, which it may shuffle.
 
 
 def load_items(task, source, config):
@@ -144,21 +143,21 @@ def make_questions(task, items, count, rng, config):
     questions = task.make_questions(list(items), count, rng, config)
     found = len(questions) if isinstance(questions, list | tuple) else "no list of"
     if found != count:
-        fail(f"the task's make_questions returned {found} questions where {count} were asked for.")
+        fail(f"the task's make_questions returned {found} questions, but {count} were requested.")
     return checked(task, questions)
 
 
 def first_questions(task, items, count, rng, config):
-    """The same, with checks for which later steps have no time: items stay what they were, JSON holds the truth."""
+    """The same, with checks that would slow down later steps: items are unchanged, and truths fit into JSON."""
     before = pickle.dumps(items)
     questions = make_questions(task, items, count, rng, config)
     if pickle.dumps(items) != before:
-        fail("the task's make_questions changes its items, so a resumed run would ask other questions: change a copy.")
+        fail("the task's make_questions changes its items, so a resumed run would ask other questions: modify a copy.")
     for question in questions:
         try:
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
-            fail(f"the truth of {prompt_text(question.prompt)!r:.60} has to be what JSON can hold ({error}).")
+            fail(f"the truth of {prompt_text(question.prompt)!r:.60} must be something that fits into JSON ({error}).")
     return questions
 
 
@@ -167,14 +166,14 @@ def checked(task, questions):
         kind, prompt, _, stop, _ = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
         if not all(isinstance(text, str) for text in (kind, *pieces, stop)) or not any(pieces):
-            fail(f"the task returned {question!r:.80}: expected a Question with a kind, a prompt and a `stop` of text.")
+            fail(f"the task returned {question!r:.80}: expected a Question whose kind, prompt and stop are texts.")
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions
 
 
 def graded(task, answers):
-    """The answers with their grades, each of which keeps to the contract."""
+    """The answers with their grades, each checked against the contract."""
     truths, result = {id(answer.question): answer.question.truth for answer in answers}, []
     before = repr(truths)
     for answer in answers:
@@ -182,20 +181,20 @@ def graded(task, answers):
         grade = task.grade(answer.question, answer.text, answer.hit_limit)
         if wrong := wrong_grade(grade, answer.text):
             prompt = prompt_text(answer.question.prompt)
-            fail(f"the task's grade, of the answer {answer.text!r:.60} to {prompt!r:.60}: {wrong}")
+            fail(f"the task's grade for the answer {answer.text!r:.60} to {prompt!r:.60}: {wrong}")
         result.append(answer._replace(grade=grade))
     if repr(truths) != before:
         fail("the task's grade changes the truth of its question, and with it what the next answer is worth: "
-             "change a copy.")  # fmt: skip
+             "modify a copy.")  # fmt: skip
     return result
 
 
 def shuffled(answers, group_size, seed):
-    """CONTROL=shuffle: for each answer the place of the one in its group whose values it is paid, all pieces together;
-    the tokens that a piece judges stay its own. A uniformly random permutation leaves a control the rewards and the
-    noise of its run, and on average no gradient: whatever it gains, no reward has taught. An answer may keep its own
-    values; if none did, each would be paid against what it earned. The prompt and `seed` decide, so that it does not
-    matter which process has the group."""
+    """CONTROL=shuffle: for each answer the index of the one in its group whose values it is paid, all pieces together.
+    A piece still judges the answer's own tokens. A uniformly random permutation keeps the rewards and noise of a run
+    and leaves no gradient on average, so no reward has taught what the control gains. An answer may keep its values: if
+    none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so it does not
+    depend on which process has the group."""
     seeds = [f"{seed}{prompt_text(answer.question.prompt)}" for answer in answers[::group_size]]
     orders = [Random(seed).sample(range(group_size), group_size) for seed in seeds]
     return [group * group_size + place for group, order in enumerate(orders) for place in order]
@@ -207,7 +206,7 @@ def raised_by(task, error):
 
 
 def wrong_grade(grade, text):
-    """The rule that a grade breaks, as a sentence; empty where it breaks none."""
+    """The rule that a grade breaks, as a sentence; empty if it breaks none."""
     if not (isinstance(grade, Grade) and isinstance(grade.pieces, (tuple, list)) and isinstance(grade.metrics, dict)):
         return f"it returned {grade!r:.80}, not a Grade of pieces and metrics."
     names = set()
@@ -216,22 +215,22 @@ def wrong_grade(grade, text):
             case (str(name), int() | float() as value, *spans) if math.isfinite(value) and name not in names:
                 names.add(name)
             case _:
-                return f"the piece {piece!r} has to be (a name of its own, a finite number, (start, end), ...)."
+                return f"the piece {piece!r} has to be (a unique name, a finite number, (start, end), ...)."
         for span in spans:
             match span:
                 case (int(start), int(end)) if 0 <= start <= end <= len(text):
                     continue
-            return f"the piece {name!r} judges {span!r}, which is no (start, end) within the text."
+            return f"the piece {name!r} judges {span!r}, which is not a (start, end) within the text."
     for name, value in grade.metrics.items():
         if type(name) is not str or not name or " " in name or "/" in name or name in TAKEN:
-            return f"the metric {name!r} needs a name of one word without /, and none of {', '.join(TAKEN)}."
+            return f"the metric {name!r} needs a name of one word without /, other than {', '.join(TAKEN)}."
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return f"the metric {name!r} is {value!r}; it has to be a finite number."
     return ""
 
 
 def earned(pieces):
-    """What a reward is made of; "candidates 3" is one of several pieces of this name."""
+    """What a reward is made of; pieces such as "candidates 3" are added up under their first word."""
     found = Counter()
     for name, value, *_ in pieces:
         found[name.split(" ")[0]] += value

@@ -17,18 +17,18 @@ GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 
 
 class Special(str):
-    """A special token, by its name. Any other string is text, even where it holds such a name."""
+    """A special token, by its name. Any other string is text, even if it contains such a name."""
 
 
 def byte_names():
-    """GPT-2's printable character for each byte: its own if visible, else the next free one above 255."""
+    """GPT-2's printable character for each byte: its own if visible, otherwise the next free one above 255."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
     return {**{b: chr(b) for b in visible}, **{b: chr(256 + i) for i, b in enumerate(hidden)}}
 
 
 class Tokenizer:
-    """Text to token ids and back. Encoding a text never gives a special token."""
+    """Text to token ids and back. Encoding a text never produces a special token."""
 
     def __init__(self, ranks, special, ends, splits, normal_form=None, files=None):
         """`ranks` maps each token's bytes to its id; lower ids merge first. `special` maps the names of all other
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @property
     def eos(self):
-        """The id that ends a training text and pads."""
+        """The id that ends a training text and serves as padding."""
         return self.ends[0]
 
     def encode_parts(self, text):
@@ -62,7 +62,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder):
-        """From tokenizer.json, or from vocab.json and merges.txt; a folder without any gets GPT-2's own."""
+        """From tokenizer.json, or from vocab.json and merges.txt; a folder without either gets GPT-2's own."""
         folder = Path(folder)
         if not folder.is_dir():
             fail(f"{folder}: there is no such folder.")
@@ -104,8 +104,8 @@ class Tokenizer:
                 splits = read_splits(content["pre_tokenizer"])
                 files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
             return cls(ranks, special, ends, splits, normal_form, files)
-        except Exception as error:  # what is wrong with a file may show anywhere
-            fail(f"{folder}: expected a byte-level BPE as GPT-2's or Qwen's; {type(error).__name__}: {error}")
+        except Exception as error:  # a damaged file may fail anywhere
+            fail(f"{folder}: expected a byte-level BPE such as GPT-2's or Qwen's; {type(error).__name__}: {error}")
 
     @classmethod
     def of_bytes(cls, pairs=()):
@@ -118,7 +118,7 @@ class Tokenizer:
         try:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
-            fail(f"The model folder has no tokenizer files, and GPT-2's could not be fetched ({error}).")
+            fail(f"the model folder has no tokenizer files, and GPT-2's could not be downloaded ({error}).")
         ranks = {gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}
         return cls(ranks, {END: gpt2.eot_token}, (gpt2.eot_token,), [GPT2_WORDS])
 
@@ -142,7 +142,7 @@ def read_splits(pre_tokenizer):
 
 
 def find_ends(files, config, special):
-    """The ids that end an answer, from the first of the folder's files that says so."""
+    """The ids that end an answer, from the first of the folder's files that names them."""
     for content in (files.get("generation_config.json", b"{}"), config):
         if (ids := json.loads(content).get("eos_token_id")) is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)

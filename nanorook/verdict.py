@@ -1,4 +1,4 @@
-"""What a run has come to, in a few sentences: they end train.py, begin the report and stand on the model's card."""
+"""The outcome of a run in a few sentences: they end train.py's output, begin the report and are on the model's card."""
 
 import json
 import math
@@ -13,7 +13,7 @@ WINDOW = 10  # training steps whose mean reward is compared
 
 
 def read(path):
-    """The objects in a file, one in each line of a .jsonl, without those that a killed run has cut off."""
+    """The objects in a file, one in each line of a .jsonl, without lines that a killed run has cut short."""
     text, found = path.read_text(errors="replace") if path.is_file() else "", []
     for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
         try:
@@ -30,7 +30,7 @@ def verdict(out):
     settings, skill = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "skill"))
     rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]
     if not rows or not skill:
-        return ["● yellow  The run has made no step yet."]
+        return ["● yellow  The run has not made a step yet."]
     (first, *_, last), (*_, title) = [*skill.values()] * 2, skill  # the same one where there is only one evaluation
     kinds = [name.removesuffix("/reward") for name in rows[-1] if name.endswith("/reward")]
     gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
@@ -64,12 +64,12 @@ def verdict(out):
     elif gains:
         lines.append("Nothing fell by more than chance explains.")
     if others := [name for name in changed if name not in shares]:
-        lines.append(f"Changed too: {in_words(others, first, last, gains)}.")
+        lines.append(f"Also changed: {in_words(others, first, last, gains)}.")
     if unpaid and unpaid != kinds:
         lines.append(f"No answer to {' or '.join(unpaid)} earned anything: {why_unpaid(rows, unpaid)}.")
     if right := already_right(first, kinds):
-        lines.append(f"The most likely answers to {' and '.join(right)} were right before the run, so greedy had "
-                     "nothing to gain there; only sampled answers could improve.")  # fmt: skip
+        lines.append(f"The most likely answers to {' and '.join(right)} were right before the run, so greedy answers "
+                     "had nothing to gain there; only sampled ones could improve.")  # fmt: skip
     answers = sum(round(row["tokens"] / max(row["length"], 1e-9)) for row in rows)
     spent = timedelta(seconds=round(sum(sum(row["seconds"].values()) for row in rows)))
     steps, asked = f"{rows[-1]['step']}", ""
@@ -104,8 +104,8 @@ def in_words(names, first, last, gains, most=3):
 
 
 def collapse(rows, skill, kinds):
-    """(kind, its highest mean reward, when, the last) where less than half is left of a reward that was once earned,
-    beyond chance; None where no kind has lost so much."""
+    """(kind, its highest mean reward, when, the last) if less than half is left of a reward that was once earned,
+    beyond chance; None if no kind has lost so much."""
     for kind in kinds:
         parts = [rows[i : i + WINDOW] for i in range(0, len(rows) - WINDOW + 1, WINDOW)]
         seen = [(f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part]) for part in parts]
@@ -131,7 +131,7 @@ def why_unpaid(rows, kinds):
     if cut > 0.5:
         return f"{cut:.0%} of them were cut off, so raise the task's LIMITS"
     if form < 0.5:
-        return f"only {form:.0%} of them had the form that is asked for, so teach the start model the form first"
+        return f"only {form:.0%} of them were well-formed, so teach the start model the form first"
     return "the task's grade may cap the reward, or the questions are too hard; tools.ask shows what grade pays"
 
 
@@ -144,20 +144,20 @@ def why_nothing(rows, kinds, first, settings, gains):
     halves = sum(interval(part)[1] for part in ends)
     skipped = sum(row["skipped"] > 0 for row in rows)
     for applies, reason in (
-        (settings.get("CONTROL", "none") != "none", "its rewards said nothing about the answers, as CONTROL asked for"),
+        (settings.get("CONTROL", "none") != "none", "its rewards said nothing about the answers, as CONTROL requests"),
         (skipped > len(rows) / 2, f"{skipped} of {len(rows)} updates were skipped, so lower LR"),
         (max(row.get("reward_std", 1) for row in rows) < 1e-6 and after < 0.95,
-         f"every answer earned the same ({after:.3g}), so look in grade for a cap"),
+         f"every answer earned the same ({after:.3g}), so check grade for a cap"),
         (already_right(first, kinds) == kinds, "the start model's most likely answers are right already"),
         (alike > 0.8, f"in {alike:.0%} of the groups all answers earned the same, so raise TEMPERATURE or GROUP_SIZE, "
-                      "or let grade pay partial success"),
-        (after - before > halves, f"the reward rose from {before:.2f} to {after:.2f} on training questions alone, so "
-                                  "give it more of them, or raise EVAL_POSITIONS"),
+                      "or let grade reward partial success"),
+        (after - before > halves, f"the reward rose from {before:.2f} to {after:.2f} on training questions only, so "
+                                  "train on more of them, or raise EVAL_POSITIONS"),
         (before - after > halves, "the reward fell in training as well, so lower LR or raise KL_COEF"),
     ):  # fmt: skip
         if applies:
             return reason
-    seen = "" if half == math.inf else f"a gain in reward of less than {half:.2g} would not be seen"
+    seen = "" if half == math.inf else f"a gain in reward of less than {half:.2g} would go unnoticed"
     return f"{seen or 'too few were asked'}; raise STEPS, LR or EVAL_POSITIONS"
 
 

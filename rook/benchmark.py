@@ -160,7 +160,7 @@ def main():
         p.error("give one model, or two different ones to compare.")
     device, dtype = hardware.prepare()
     models = [GPT.load(name).to(device).inference_copy(dtype) for name in a.model]
-    held = distinct(position for source in a.data for position in rewards.load(source, models[0].config)[1])
+    held = distinct(position for source in a.data for position in rewards.load_positions(source)[1])
     if not held:
         fail(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)

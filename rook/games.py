@@ -132,7 +132,7 @@ def main():
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).inference_copy(dtype)
-    held = a.start == "held-out" and openings(rewards.load(a.data, model.config)[1], a.games)
+    held = a.start == "held-out" and openings(rewards.load_positions(a.data)[1], a.games)
     if held == []:
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     columns, pgn = [], ""

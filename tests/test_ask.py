@@ -1,4 +1,4 @@
-import json
+from types import SimpleNamespace
 from unittest import mock
 
 import chess
@@ -23,23 +23,41 @@ def output(capsys, *words):
 def test_chess(capsys, monkeypatch):
     monkeypatch.setitem(rewards.LIMITS, "policy", 30)  # cut off, which takes less time
     lines = output(capsys, "weights/tiny", *f"{FEN} e2e4".split(), "--answers", "2").splitlines()
-    assert lines[0].startswith("environment: ") and lines[0].endswith("+e2e4+e2e4+") and lines[2][12:] == NEXT
-    question = rewards.Question("environment", "", json.loads(lines[1].removeprefix("truth: ")))
-    for answer, grade in zip(lines[2:8:2], lines[3:8:2], strict=True):
+    assert lines[0].startswith("environment: ") and lines[0].endswith("+e2e4+e2e4+") and lines[1][12:] == NEXT
+    question = rewards.question(f"{FEN} e2e4", SimpleNamespace(extra={}))
+    for answer, grade in zip(lines[1:7:2], lines[2:7:2], strict=True):
         assert f"{rewards.grade(question, answer[12:]).reward:.4g}" == grade.split()[0]
+    assert lines[7:] == [f"truth: {question.truth[0]}, 0.001, False, False"]
     one, other = (output(capsys, "weights/tiny", FEN, "--answers", "1", "--seed", s).splitlines() for s in "01")
-    assert one[0].startswith("policy: P: rnbqkbnr/pppppppp/......../") and one[2] == other[2] and one[4:] != other[4:]
+    assert one[0].startswith("policy: P: rnbqkbnr/pppppppp/......../") and one[1] == other[1] and one[3:] != other[3:]
+
+
+def test_the_truth_of_a_position_is_what_the_engine_says_and_a_few_of_the_legal_moves(capsys, monkeypatch):
+    monkeypatch.setitem(rewards.LIMITS, "policy", 8)
+    monkeypatch.setattr(rewards.stockfish, "label", lambda fen: (("e2e4", 30), ("g1f3", 28)))
+    *_, five, legal = output(capsys, "weights/tiny", FEN, "--answers", "1").splitlines()
+    assert five == "truth, five: e2e4 0.3, g1f3 0.28" and len(legal) < 120
+    assert legal.startswith("truth, legal: g1h3, g1f3, ") and legal.endswith(" ...")
+
+
+@pytest.mark.parametrize("fen", [FEN, FEN.rsplit(" ", 2)[0]])
+def test_a_move_may_be_asked_about_in_either_notation(fen, byte_model):
+    moves = "Nf3", "g1f3", "e4", "e2e4", "g1g3"
+    asked = {move: rewards.question(f"{fen} {move}", byte_model.config) for move in moves}
+    assert asked["Nf3"] == asked["g1f3"] and asked["e4"] == asked["e2e4"] != asked["Nf3"]
+    assert asked["g1g3"].truth[3] and rewards.question(fen, byte_model.config).kind == "policy"
 
 
 def test_other_tasks(capsys, toy_model):
     asked = output(capsys, toy_model, "k f q b t =", "TASK=examples/letters.py")
-    assert asked.startswith('letters: k f q b t =\ntruth: "tqkfb"\n  greedy -> ')
+    assert asked.startswith("letters: k f q b t =\n  greedy -> ") and asked.endswith("\ntruth: tqkfb\n")
     asked = output(capsys, toy_model, "37+58=", TOY)  # it has no `question`
     assert ": 37+58=\n  greedy ->" in asked and "truth:" not in asked and "\nnot graded: " in asked
     assert output(capsys, toy_model, TOY).count("\ntruth: ") == ask.HELD_OUT
 
 
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
+WRONG |= {f"{FEN} Nf4": "'Nf4' is no legal move in rnbq", "8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
 WRONG |= {"hello TASK=examples/letters.py": "'hello' is not five different letters"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1": "no move", f"{'.' * 30} {TOY}": "30 tokens leaves no room"}

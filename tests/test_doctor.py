@@ -48,10 +48,10 @@ def test_a_healthy_batch_passes_every_check(examine, dtype):
 def test_weights_that_cannot_be_trained_and_a_machine_that_multiplies_wrongly(examine, monkeypatch):
     random, broken = GPT(toy.model().config), toy.model()
     random.tokenizer = broken.tokenizer
-    said(examine(random), "weights", "never loaded or trained")
+    said(examine(random), "weights", "those of an untrained model")
     for p in broken.parameters():
         p.data.zero_()
-    assert list(found := examine(broken)) == ["weights"] and "never loaded" in found["weights"].sentence
+    assert list(found := examine(broken)) == ["weights"] and "untrained" in found["weights"].sentence
     linear = torch.nn.functional.linear
     wrong = lambda x, *rest: linear(x, *rest) * (1.02 if x.dtype == torch.float32 else 1)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "linear", wrong)
@@ -61,7 +61,7 @@ def test_weights_that_cannot_be_trained_and_a_machine_that_multiplies_wrongly(ex
 def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
     """Where a question lacks labels, grade() asks the engine, and its metrics say if that knew."""
     same = [question._replace(truth=7) for question in toy.questions(8)]
-    said(examine(questions=same), "questions", "that of a stub")
+    said(examine(questions=same), "questions", "as from a stub")
     said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no truth")
     yes_or_no = [question._replace(truth=i % 2 == 0) for i, question in enumerate(toy.questions(8))]
     assert not examine(questions=yes_or_no)["questions"].sentence
@@ -72,7 +72,7 @@ def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
 
 SPOILED = {
     "not the text": lambda b: b._replace(tokens=b.tokens.where(b.tokens > 250, b.tokens + 1)),
-    "goes untrained": lambda b: b._replace(completion_mask=b.completion_mask & (b.tokens != 256)),
+    "is then not trained": lambda b: b._replace(completion_mask=b.completion_mask & (b.tokens != 256)),
     "GROUP_SIZE=4": lambda b: Batch(*b[:2], *(x if x is None else x[::2] for x in b[2:])),
     "training disagree by": lambda b: b._replace(rollout_logprobs=b.rollout_logprobs - 11.5),
 }
@@ -89,7 +89,7 @@ WORTHS = {
     "scale them": lambda r: 1e6 * r,
     "not by a cap": lambda r: 0.05,
     "use none": lambda r: 0.5 + 1e-4 * r,  # divided by a tiny deviation
-    "Every short reward is negative": lambda r: r - 9,
+    "No short answer earns anything": lambda r: r - 9,
 }
 
 
@@ -97,7 +97,7 @@ WORTHS = {
 def test_rewards_that_teach_nothing_or_too_much(examine, monkeypatch, words):
     honest = toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: toy.Grade((("all", WORTHS[words](honest(*args).reward)),), {}))
-    said(examine(SCALE_REWARDS="std"), "first step" if "negative" in words else "rewards", words)
+    said(examine(SCALE_REWARDS="std"), "first step" if "anything" in words else "rewards", words)
 
 
 def test_sides_that_differ(examine, monkeypatch):
@@ -112,7 +112,7 @@ def test_learning_rates_and_signs(examine, monkeypatch):
     policy = toy.model()
     said(examine(policy, policy.inference_copy(torch.float32)), "update", "The reference moved with the policy")
     said(examine(LR=0.0), "update", "did not move")
-    said(examine(parameters=copy.deepcopy(toy.model()).parameters()), "update", "whether the optimizer holds them")
+    said(examine(parameters=copy.deepcopy(toy.model()).parameters()), "update", "whether the optimizer has all of them")
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *a, **k: (-(result := loss(*a, **k))[0], result[1]))
     said(examine(), "learning", "is a sign wrong")

@@ -33,7 +33,7 @@ BAD_CONFIGS = {
     "n_inner is 7, but only None or 192 is supported": {"n_inner": 7},
     "n_layer is '3', which no GPT-2 has": {"n_layer": "3"},
     "n_layer is 0, which no GPT-2 has": {"n_layer": 0},
-    "n_embd 48 is no multiple of n_head 7": {"n_head": 7},
+    "n_embd 48 is not a multiple of n_head 7": {"n_head": 7},
     "n_layer is 8388608, which no GPT-2 has": {"n_layer": 2**23},
     "expected a JSON object, in a folder as transformers saves it (": [1],
     "expected a JSON object, in a folder as transformers saves it (maximum recursion depth": "deep",
@@ -52,7 +52,7 @@ def test_an_unsupported_config_is_refused(tmp_path, reason):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_weights_are_read_from_one_file_or_several_and_damage_is_named(tmp_path, shards):
-    assert refused(read_weights, tmp_path).startswith(f"{tmp_path}: there is no model.safetensors; transformers'")
+    assert refused(read_weights, tmp_path).startswith(f"{tmp_path}: there is no model.safetensors; convert")
     files = {}
     for i in range(shards):
         files[f"model-{i}.safetensors" if shards > 1 else "model.safetensors"] = list(WEIGHTS)[i::shards]
@@ -69,10 +69,13 @@ def test_weights_are_read_from_one_file_or_several_and_damage_is_named(tmp_path,
 
 
 BAD_WEIGHTS = {  # tensors, and what is said
-    "int8": ({"a": torch.ones(2, dtype=torch.int8)}, "a .torch.int8. has to hold finite numbers of 16 bits or more"),
-    "NaN": ({"a": torch.tensor([1.0, math.nan])}, "a .torch.float32. has to hold finite numbers"),
-    "twice": ({"a": torch.ones(2), "transformer.a": torch.zeros(2)}, "have a twice, with transformer. before it and"),
-    "no index": ({}, "model.safetensors.index.json: damaged, or no index of weights"),
+    "int8": (
+        {"a": torch.ones(2, dtype=torch.int8)},
+        "a .torch.int8. has to hold finite floating-point numbers of 16 bits",
+    ),
+    "NaN": ({"a": torch.tensor([1.0, math.nan])}, "a .torch.float32. has to hold finite floating-point"),
+    "twice": ({"a": torch.ones(2), "transformer.a": torch.zeros(2)}, "have a twice, with the prefix transformer."),
+    "no index": ({}, "model.safetensors.index.json: damaged, or not an index of weights"),
 }
 
 
@@ -88,7 +91,7 @@ def test_weights_that_cannot_be_trained_are_refused(tmp_path, what):
 
 @pytest.mark.parametrize("source", ["nowhere", "../a/b", "/a/b", "https://a.b/c"])
 def test_nothing_is_downloaded_unless_a_hub_id_is_given(monkeypatch, source):
-    assert refused(fetch, "nobody/nothing").startswith("nobody/nothing: no such folder here, and the hub did not")
+    assert refused(fetch, "nobody/nothing").startswith("nobody/nothing: there is no such folder, and the hub could")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("reached for the hub"))
     assert refused(fetch, source).startswith(f"{source}: there is no such folder")
 
@@ -99,4 +102,4 @@ def test_a_gated_model_asks_for_a_token(monkeypatch):
         raise GatedRepoError("401 Client Error.\n\nCannot access gated repo", response=answer)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    assert re.fullmatch(r"nobody/nothing is gated: .* HF_TOKEN=.", refused(fetch, "nobody/nothing"))
+    assert re.fullmatch(r"nobody/nothing is gated: .* HF_TOKEN to your access token.", refused(fetch, "nobody/nothing"))

@@ -213,7 +213,7 @@ def test_blocks_are_computed_again_where_memory_asks_for_it(gigabytes, recompute
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": page}.get)
     monkeypatch.setitem(toy.LIMITS, "long", 15)
     toy_run(STEPS=1, MICROBATCH_TOKENS=200_000)
-    assert ("blocks computed again in the backward pass" in capsys.readouterr().out) == recompute
+    assert ("blocks recomputed in the backward pass" in capsys.readouterr().out) == recompute
 
 
 class Forked(GPT):
@@ -319,4 +319,4 @@ def test_the_doctor_knows_a_trained_model_without_biases(model):
     for name, p in model.named_parameters():
         if p.ndim == 1:
             torch.nn.init.constant_(p, "norm" in name)
-    assert "never loaded or trained" in checked()
+    assert "those of an untrained model" in checked()

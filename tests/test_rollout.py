@@ -138,7 +138,7 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
 
 
 def test_a_stop_that_no_token_holds_is_refused():
-    with pytest.raises(SystemExit, match="no token of the model holds 'ab', the stop of .* questions"):
+    with pytest.raises(SystemExit, match="no token of the model contains 'ab', the stop of .* questions"):
         list(sample(toy.model(), [toy.questions(1)[0]._replace(stop="ab")], 1, toy.LIMITS))
 
 

@@ -75,7 +75,7 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
     """A folder where no run has been is not even begun in: a `model` there is somebody's."""
     save(tmp_path / "model", 1)
     (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
-    with pytest.raises(SystemExit, match="holds .*, which no run has made; name another folder"):
+    with pytest.raises(SystemExit, match="contains .*, which no run has made; name another folder"):
         Run(tmp_path).acquire_lock()
     for name in ("settings.json", "thesis.tex"):
         (tmp_path / name).write_text("{}")
@@ -100,7 +100,7 @@ def test_a_damaged_log_is_cut_and_said(line, tmp_path, capsys):
     file, row = tmp_path / "metrics.jsonl", b'{"step": 1, "seconds": {}}'
     file.write_bytes(b"\n".join([row, line, row]))
     assert [row["step"] for row in rewind(file, 5, "seconds")] == [1] and len(file.read_text().splitlines()) == 1
-    assert capsys.readouterr().out == f"{file}: line 2 is damaged; it and those after it are left out.\n"
+    assert capsys.readouterr().out == f"{file}: line 2 is damaged, so the log is cut off before it.\n"
 
 
 @pytest.mark.parametrize("width", [32, 64])
@@ -138,18 +138,28 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
 
 
+def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_run, capsys):
+    toy_run(STEPS=2)
+    toy_run(STEPS=4)
+    assert "STEPS was 2 and is now 4" in (said := capsys.readouterr().out)
+    assert "LR had fallen to 0 by step 2, where the run was to end. It now follows the schedule of a run of 4" in said
+    toy_run("constant", STEPS=1, LR_SCHEDULE="constant")
+    toy_run("constant", STEPS=2, LR_SCHEDULE="constant")
+    assert "LR had fallen" not in capsys.readouterr().out
+
+
 def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
     assert continuation(tmp_path, True) == "the same command starts again."
     save(tmp_path, 7)
-    assert continuation(tmp_path, False) == f"the same command goes on from {tmp_path}/step-000007."
-    assert continuation(tmp_path, True).startswith("the same command without FRESH=1 goes on from")
+    assert continuation(tmp_path, False) == f"the same command resumes from {tmp_path}/step-000007."
+    assert continuation(tmp_path, True).startswith("the same command without FRESH=1 resumes from")
 
 
 def test_another_number_of_optimizers_does_not_continue_a_run(toy_run, monkeypatch):
     toy_run(STEPS=1)
     made = lambda model: [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]  # noqa: E731
     monkeypatch.setattr(train, "make_optimizers", made)
-    with pytest.raises(SystemExit, match="begun with 1 optimizer.s., and make_optimizers now returns [0-9]+; start"):
+    with pytest.raises(SystemExit, match="started with 1 optimizer.s., but make_optimizers returns [0-9]+; start"):
         toy_run(STEPS=2)
 
 
@@ -244,7 +254,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path
         break_off(patch, owner, name, nth, OSError(errno.ENOSPC, "No space left on device"), *file)
         sentence = toy.main(tmp_path, **settings)
     newest = [f"{tmp_path}/step-{step:06d}" for step in steps(tmp_path)][-1:]
-    goes_on = f"goes on from {newest[0]}." if newest else "starts again."
+    goes_on = f"resumes from {newest[0]}." if newest else "starts again."
     assert "No space left on device" in sentence and sentence.endswith(f"; the same command {goes_on}")
     assert steps(tmp_path)[-1:] == last and not (tmp_path / "model").exists()
     assert toy.main(tmp_path, **settings) is None
@@ -275,7 +285,7 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
             toy_run(**run)
         said = capsys.readouterr().out
         assert (
-            f"stopped after step {stops.pop(0)}; the same command goes on" in said and "● yellow  The run was" in said
+            f"stopped after step {stops.pop(0)}; the same command resumes" in said and "● yellow  The run was" in said
         )
         assert (tmp_path / "out/model/README.md").exists() and not finished(tmp_path / "out")
     toy_run(**run)

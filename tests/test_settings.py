@@ -47,6 +47,20 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
         settings.finish()
 
 
+def test_paths_are_absolute_where_a_user_stands_elsewhere(program, tmp_path, monkeypatch):
+    """Tools, which start in the project's folder, read them again in settings.json."""
+
+    def paths():
+        given = {"TASK": "examples/letters.py", "MODEL": "gpt2", "DATA": "mine.pgn", "OUT_DIR": "out"}
+        return [setting(name, default, "a path") for name, default in given.items()]
+
+    program()
+    assert paths() == ["examples/letters.py", "gpt2", "mine.pgn", "out"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.pgn").touch()  # where nothing is, a task lies in the project's folder, and a model on the hub
+    assert paths() == ["examples/letters.py", "gpt2", f"{tmp_path}/mine.pgn", f"{tmp_path}/out"]
+
+
 WRONG = {
     "STEPS=-1": "STEPS=-1 is not a whole number of at least 0",
     "STEPS=1" + "0" * 400: "is not a whole number of at least 0",

@@ -4,6 +4,7 @@ from statistics import fmean
 import pytest
 import torch
 
+import grpo
 import toy
 import train
 from tools import signal
@@ -38,14 +39,82 @@ def test_noise_alone_and_one_heavy_answer_are_no_signal():
     assert signal.describe(rows(noise)).startswith("no signal seen with these 64 questions: more than ")
     assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", signal.describe(rows(1 + noise / 10)))
     assert signal.describe(rows(torch.zeros(9, 4))) == "no gradient at all"
+    noise[1:] = 0
+    assert signal.describe(rows(noise)).startswith("no signal seen with these 64 questions")
+
+
+def halves(gradients):
+    """The rows of two gradients (n, 2, d) of each question."""
+    return torch.cat([gradients.mean(1), gradients.square().sum(2).mean(1, keepdim=True)], 1)
+
+
+@pytest.mark.parametrize("own, answers", [(1.0, 1.0), (1.0, 30.0), (30.0, 1.0)])
+def test_the_interval_covers_the_share_of_noise_between_questions(own, answers):
+    """In each of 200 trials the noise of a question and that of its answers have these times the signal's square."""
+    generator, n, d = torch.Generator().manual_seed(0), 64, 400
+    spread = torch.linspace(2, 0.1, d) / torch.linspace(2, 0.1, d).norm()
+    found = []
+    for _ in range(200):
+        question, answer = (spread * torch.randn(n, k, d, generator=generator) for k in (1, 2))
+        found.append(signal.between(halves(torch.eye(d)[7] + own**0.5 * question + answers**0.5 * answer)))
+    true = own / (own + answers)
+    assert 0.9 < fmean(abs(share - true) <= half for share, half in found)
+    assert fmean(share for share, _ in found) == pytest.approx(true, abs=0.01)  # no bias
+    assert fmean(half for _, half in found) < 0.15
+
+
+def groups(own, chance, G, n=20000, each=1, d=3):
+    """The gradients (n, each, d) of plain GRPO. An answer's reward is its score's part in a direction, which for each
+    question differs from the true one, (1, 0, 0), by `own`; and chance."""
+    generator = torch.Generator().manual_seed(G)
+    scores = torch.randn(n, each, G, d, generator=generator)
+    directions = torch.eye(d)[0] + own * torch.randn(n, 1, 1, d, generator=generator)
+    rewards = (scores * directions).sum(3) + chance * torch.randn(n, each, G, generator=generator)
+    return (grpo.advantages(rewards.view(-1, 1), G).view(n, each, G, 1) * scores).sum(2)
+
+
+@pytest.mark.parametrize("own, chance, helps", [(0.3, 4, "more answers"), (0.7, 5, "either"), (3, 0, "more questions")])
+def test_the_split_names_the_remedy_and_the_best_step(toy_settings, own, chance, helps):
+    """Drawn anew in steps of as many tokens but other groups, gradients have the least noise with the best one."""
+    toy_settings(GROUP_SIZE=16)
+    share, answers, step, less, found = signal.split(halves(groups(own, chance, 8, 20000, each=2)), 60, 9.0, 3.0)
+    assert found == helps and "seen" not in share
+    questions, best = map(int, step.split(" × "))
+    assert questions * (9 + best * 3) == pytest.approx(60 * (9 + 16 * 3), rel=0.05)
+    noise = {}  # at equal cost
+    for G in (2, 3, 5, 8, 16, 32, 64, best):
+        error = groups(own, chance, G)[:, 0] / (G - 1) - torch.eye(3)[0]
+        noise[G] = error.square().sum(1).mean().item() * (9 + G * 3)
+    assert noise[best] < 1.1 * min(noise.values())
+    assert noise[best] / noise[16] == pytest.approx(float(less.strip("%")) / 100, rel=0.1)
+
+
+def test_where_no_noise_between_questions_is_seen_more_answers_help(toy_settings):
+    toy_settings(GROUP_SIZE=16)
+    share, answers, step, *_, helps = signal.split(halves(groups(0, 5, 8, 64, each=2)), 60, 9.0, 3.0)
+    assert re.fullmatch(r"none seen, at most \d+%", share) and re.fullmatch(r"at least \d+", answers)
+    assert not step and helps in ("more answers", "either")
+
+
+def test_two_questions_of_a_kind_are_too_few_and_groups_without_halves_are_not_split(toy_settings, capsys):
+    vectors = torch.randn(9, 2, 40, generator=torch.Generator().manual_seed(0)) + 1
+    found = {"as set": halves(vectors), "halves": halves(vectors)}
+    kinds, seconds = ["many"] * 7 + ["few"] * 2, {"all": 1.0, "many": 1.0, "few": 1.0}
+    signal.report(dict(found), kinds, seconds, torch.ones(9, 2))
+    printed = capsys.readouterr().out
+    assert re.search(r"^few .*too few questions$", printed, re.M)
+    assert re.search(r"^few +none seen, at most 100% +at least 2 +either$", printed, re.M)
+    del found["halves"]
+    signal.report(dict(found), kinds, seconds, torch.ones(9, 2))
+    assert "noise of a step" not in capsys.readouterr().out
 
 
 def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     """Summed over the questions they are the step's; the pieces' sum up to them; groups of two are paid as such."""
     model = toy.model()
-    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(12), 1.0)), (4, 2), 1.0)
-    assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "GROUP_SIZE=2"}
-    parts = signal.ask(model, toy.questions(12), 1.0)
+    found = signal.gradients(model, None, list(signal.ask(model, toy.questions(6), 1.0)))
+    assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "halves"}
+    parts = signal.ask(model, toy.questions(6), 1.0)
     batches = [train.add_advantages(*part, train.GROUP_SIZE, train.CREDIT) for part in parts]
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
@@ -55,11 +124,11 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     assert torch.allclose(found["as set"].sum(0)[:-1], step, atol=1e-4 * step.norm().item())
     pieces = found["even alone"] + found["first alone"]
     assert torch.allclose(pieces[:, :-1], found["as set"][:, :-1], atol=1e-4 * step.norm().item())
-    halves = found["GROUP_SIZE=2"]  # the mean of two squares is at least the square of the mean
+    halves = found["halves"]  # the mean of two squares is at least the square of the mean
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
-ROWS = "all +4 ", "short ", "long ", "all, TEMPERATURE=0.7 ", "long, even alone "
+ROWS = "all +4 ", "noise of a step +between", "short ", "long ", "long, even alone "
 
 
 def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):

@@ -109,7 +109,7 @@ def test_a_model_of_another_format_is_refused_before_the_first_step(tmp_path, fe
     model.config.extra["chess_format"] = "uci"
     model.save(tmp_path / "model")
     said = toy.main(tmp_path / "out", TASK="rewards.py", DATA=few_positions, MODEL=tmp_path / "model")
-    assert said.startswith("error: config.json: chess_format is 'uci', but it has to be 'rookworld', 'expanded' or 'sq")
+    assert said.startswith("error: config.json: chess_format is 'uci', but it must be 'rookworld', 'expanded' or 'sq")
     assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out" / "skill.json").exists()
 
 

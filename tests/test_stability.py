@@ -108,7 +108,7 @@ def test_random_weights(toy_run, monkeypatch):
     """The model was never loaded; random text; every parse failed."""
     grade = toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: grade(*args)._replace(metrics={"structure": 0.0}))
-    with pytest.raises(SystemExit, match="only 0% of the first (short|long) answers have the structure of one"):
+    with pytest.raises(SystemExit, match="only 0% of the first (short|long) answers are well-formed"):
         toy_run()
 
 
@@ -122,7 +122,7 @@ def test_a_broken_kind_is_not_hidden_by_the_others(toy_run, monkeypatch):
 
     monkeypatch.setattr(toy, "grade", changed)
     readable = math.inf
-    with pytest.raises(SystemExit, match="only 0% of the first long answers have the structure of one, and .*% hit"):
+    with pytest.raises(SystemExit, match="only 0% of the first long answers are well-formed, and .*% hit"):
         toy_run("refused", BATCH_POSITIONS=8)
     readable = 50  # half of them
     row = toy_run(BATCH_POSITIONS=8, STEPS=1)[0]
@@ -211,13 +211,13 @@ def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="failed for the third time; lower LR"):
         toy_run(STEPS=12, MAX_CONSECUTIVE_NANS=2)
     printed = capsys.readouterr().out
-    assert "LR times 0.5" in printed and "LR times 0.25" in printed
+    assert "LR multiplied by 0.5" in printed and "LR multiplied by 0.25" in printed
     assert printed.count("● red") == 6  # two skipped steps before each way back
 
 
 def test_recovery_from_a_policy_that_has_left_its_reference(toy_run, monkeypatch, capsys):
     rows = toy_run(LR=0.05, LR_SCHEDULE="constant", STEPS=4, KL_DIVERGENCE_THRESHOLD=0.02, RECOVERY_LR_FACTOR=0.25)
-    assert "back to the last good state, with LR times 0.25" in capsys.readouterr().out
+    assert "back to the last good state, with LR multiplied by 0.25" in capsys.readouterr().out
     assert rows[1]["kl"] > 0.02 and rows[1]["state"] == "red" and "far from the reference" in rows[1]["advice"]
     assert rows[2]["kl"] == 0 and rows[2]["lr"] == pytest.approx(0.0125)  # the start, once more
 
@@ -315,7 +315,8 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
         settings.GIVEN["arguments"] = {name: str(value) for name, value in changes.items()}
         importlib.reload(rewards)
         config = types.SimpleNamespace(extra={"chess_format": "expanded"})
-        asked = rewards.make_questions([Position(FEN, (), MOVES)] * 20, 20, random.Random(0), config)
+        items = [(kind, Position(FEN, (), MOVES)) for kind in ("mates", "moves")] * 20
+        asked = rewards.make_questions(items, 20, random.Random(0), config)
         kinds = Counter(question.kind for question in asked)
         return kinds, rewards.LIMITS, rewards.grade(QUESTION, ANSWER, True).reward
 

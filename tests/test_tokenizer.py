@@ -223,7 +223,7 @@ def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, monkeypat
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
     BAD[reason](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    refused = f"{tmp_path}: expected a byte-level BPE as GPT-2's or Qwen's; .*"
+    refused = f"{tmp_path}: expected a byte-level BPE such as GPT-2's or Qwen's; .*"
     with pytest.raises(SystemExit, match=refused + reason) as end:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(end.value)

@@ -39,6 +39,14 @@ def test_a_run_leaves_what_it_promises(task, tmp_path, few_positions, toy_model)
     torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
 
 
+def test_fewer_held_out_items_than_are_to_be_asked_are_told(toy_run, capsys):
+    told = "no more than 20 items are held out; each evaluation asks about all of them"
+    toy_run("all", STEPS=1, EVAL_POSITIONS=20)
+    assert told not in capsys.readouterr().out
+    toy_run("few", STEPS=1, EVAL_POSITIONS=21)
+    assert f"EVAL_POSITIONS=21, but {told}" in capsys.readouterr().out
+
+
 def test_a_start_model_is_not_overwritten_and_bad_settings_delete_nothing(toy_run, tmp_path):
     toy_run(STEPS=1)
     folder = str(tmp_path / "out" / "step-000001")
@@ -52,7 +60,7 @@ def test_a_start_model_is_not_overwritten_and_bad_settings_delete_nothing(toy_ru
 def test_out_of_memory_is_one_sentence(name, tmp_path, toy_model, monkeypatch):
     monkeypatch.setattr(GPT, name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried ...")))
     said = toy.main(tmp_path, MODEL=toy_model, MICROBATCH_TOKENS=77)
-    assert said.startswith("error: out of memory: set MICROBATCH_TOKENS below the number told at the start, or lower")
+    assert said.startswith("error: out of memory: set MICROBATCH_TOKENS below the number printed at the start, or")
 
 
 def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
@@ -61,7 +69,7 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     with pytest.raises(SystemExit, match="started with SEED=1; use that again, or name another OUT_DIR"):
         toy_run("c", SEED=2)
     assert toy_run("c", SEED=0, FRESH=True) == rows
-    with pytest.raises(SystemExit, match="holds a run of 2 steps, which STEPS=2 does not continue; raise it, name"):
+    with pytest.raises(SystemExit, match="contains a run of 2 steps, so none is left with STEPS=2; raise STEPS, name"):
         toy_run("c", SEED=0)
     with pytest.raises(SystemExit, match="which STEPS=1 does not continue"):
         toy_run("c", SEED=0, STEPS=1)
@@ -103,7 +111,7 @@ def test_the_dtype_is_decided_once_by_the_first_process(toy_run, monkeypatch, tm
 
 
 def test_a_batch_that_cannot_be_filled_or_divided_is_refused(toy_run, monkeypatch):
-    with pytest.raises(SystemExit, match="has 100 items to train on, where BATCH_POSITIONS=101"):
+    with pytest.raises(SystemExit, match="has 100 items to train on, for BATCH_POSITIONS=101"):
         toy_run("large", BATCH_POSITIONS=101)
     assert toy_run(BATCH_POSITIONS=3, STEPS=1)[0]["tokens"] > 0
     monkeypatch.setattr(parallel, "world", lambda: 2)

@@ -59,16 +59,16 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
     assert first.startswith("● yellow  Rose on") and fell.startswith(
         "Fell: q reward 0.20 → 0.15 (-0.05 ± 0.00) greedy."
     )
-    assert others == "Changed too: q pawns 2.50 → 4.50 (+2.00 ± 0.00) greedy."  # of no known sense
+    assert others == "Also changed: q pawns 2.50 → 4.50 (+2.00 ± 0.00) greedy."  # of no known sense
 
 
 CAUSES = {  # of a run in which nothing rose
     "the start model's most likely answers are right": dict(skill=START | {"q reward T=0": [1.0] * N}),
     "so raise TEMPERATURE or GROUP_SIZE": dict(frac_zero_std=0.9),
-    "every answer earned the same (0.2), so look in grade for a cap": dict(frac_zero_std=1.0, reward_std=0.0),
+    "every answer earned the same (0.2), so check grade for a cap": dict(frac_zero_std=1.0, reward_std=0.0),
     "40 of 40 updates were skipped, so lower LR": dict(skipped=1),
-    "as CONTROL asked for": dict(CONTROL="shuffle"),
-    "a gain in reward of less than 0.037 would not be seen; raise STEPS, LR or EVAL_POSITIONS": dict(),
+    "as CONTROL requests": dict(CONTROL="shuffle"),
+    "a gain in reward of less than 0.037 would go unnoticed; raise STEPS, LR or EVAL_POSITIONS": dict(),
 }
 
 
@@ -86,20 +86,20 @@ def test_where_nothing_rose_the_likely_reason_is_said(cause, said):
 
 def test_a_gain_of_training_questions_alone_is_named(said):
     first, *_ = said({"before": START, "after": START}, [row(step, 0.01 * step) for step in range(1, 41)])
-    assert "the reward rose from 0.06 to 0.36 on training questions alone" in first
+    assert "the reward rose from 0.06 to 0.36 on training questions only" in first
 
 
 def test_a_model_whose_likeliest_answers_are_right_hears_that_greedy_has_nothing_to_gain(said):
     before, after = (skill | {"q reward T=0": [1.0] * N} for skill in (START, RISEN))
     lines = said({"before": before, "after": after}, STEADY)
-    assert lines[0].startswith("● green") and "greedy had nothing to gain there" in lines[2]
+    assert lines[0].startswith("● green") and "greedy answers had nothing to gain there" in lines[2]
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
         ({"q/hit_limit": 0.9}, "90% of them were cut off, so raise the task's LIMITS"),
-        ({"q/structure": 0.1}, "only 10% of them had the form that is asked for, so teach"),
+        ({"q/structure": 0.1}, "only 10% of them were well-formed, so teach"),
         ({}, "the task's grade may cap the reward, or the questions are too hard"),
     ],
 )
@@ -139,7 +139,7 @@ def test_among_many_rows_chance_is_counted_once():
 
 
 def test_an_untouched_folder_has_no_verdict(tmp_path):
-    assert verdict(tmp_path) == ["● yellow  The run has made no step yet."]
+    assert verdict(tmp_path) == ["● yellow  The run has not made a step yet."]
 
 
 def test_a_run_ends_with_its_verdict_a_card_and_a_code(toy_run, tmp_path, monkeypatch, capsys):

@@ -5,9 +5,9 @@ import sys
 
 
 def show(kind, error, traceback):
-    """Nothing where a user has ended the program: by Ctrl-C, or as in `| head`."""
+    """Prints nothing if the user has ended the program, by Ctrl-C or as in `| head`."""
     if kind is BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes as it exits
     elif kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, traceback)
 

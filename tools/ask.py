@@ -1,15 +1,14 @@
-"""Ask a model of any task: your own question, a few answers, and what each of them is worth.
+"""Ask a model a question of your own: shows a few answers and what each of them is worth, for any task.
 
-python -m tools.ask runs/letters/model "k f q b t ="       of a run's model, whose task is known
+python -m tools.ask runs/letters/model "k f q b t ="       a model of a run, whose task is known
 python -m tools.ask runs/letters/model                     some held-out questions of the task
 TASK=examples/letters.py python -m tools.ask MODEL "k f q b t ="
 
-The task's function `question` makes a question of the text and knows its truth. A task without one is asked the text as
-it stands, and its answers are not graded.
+The task's function `question` turns the text into a question and knows its truth. Without such a function, the model
+gets the text as it stands, and its answers are not graded.
 """
 
 import argparse
-import json
 import random
 
 import torch
@@ -26,11 +25,11 @@ from nanorook.monitor import printable, show_answer
 from nanorook.settings import number, setting
 from rollout import sample
 
-HELD_OUT = 3  # questions where none is given
+HELD_OUT = 3  # questions if none is given
 
 
 def questions_about(task, text, data, seed, config):
-    """Questions, all of whose truth the task knows, or the one that is this text."""
+    """Held-out questions of the task, or the one that `text` asks."""
     if text and hasattr(task, "question"):
         return task_file.checked(task, [task.question(text, config)])
     _, held_out = task_file.load_items(task, data, config)
@@ -39,24 +38,38 @@ def questions_about(task, text, data, seed, config):
 
 
 def ask(model, task, question, known, temperature, count):
-    """Prints the question with its answers, one greedy and `count` sampled, graded if its truth is known."""
+    """Prints the question, its answers, one greedy and `count` sampled, and if it is known the truth, by which they are
+    graded."""
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
-    if known:
-        print(f"truth: {json.dumps(question.truth)}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
         for answer in task_file.graded(task, answers) if known else answers:
             show_answer(task, answer, f"{title:6} ")
+    if known:
+        print(in_short(question.truth))
+
+
+def in_short(truth):
+    """A truth for people: the parts of one that has names in lines of their own, short ones first, long ones cut."""
+    parts = truth.items() if isinstance(truth, dict) else [("", truth)]
+    lines = [f"truth, {name}: {in_words(part)}" if name else f"truth: {in_words(part)}" for name, part in parts]
+    return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))
+
+
+def in_words(part):
+    if isinstance(part, dict):
+        return ", ".join(f"{name} {in_words(value)}" for name, value in part.items())
+    return ", ".join(map(in_words, part)) if isinstance(part, list | tuple) else printable(str(part))
 
 
 def main():
     p = argparse.ArgumentParser("python -m tools.ask", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", help="a model folder or hub id")
-    p.add_argument("text", nargs="*", help="the question; TASK=FILE.py and other settings of the task, too")
-    p.add_argument("--answers", type=number(int, 1), default=3, help="sampled ones, after the greedy one")
-    p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers (default: the run's, or 1)")
-    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="decides what is drawn")
+    p.add_argument("text", nargs="*", help="the question; also TASK=FILE.py and other settings of the task")
+    p.add_argument("--answers", type=number(int, 1), default=3, help="number of sampled answers after the greedy one")
+    p.add_argument("--temperature", type=number(float, 0), help="for the sampled answers (default: the run's, or 1)")
+    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of the sampled answers")
     a = p.parse_args()
     task = task_file.load(setting("TASK", "rewards.py", "the file that asks and grades"))
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")

@@ -36,9 +36,9 @@ from rollout import detokenize, generate
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152)
-SMOLLM2 |= dict(num_attention_heads=9, num_key_value_heads=3, rope_theta=1e5)
+SMOLLM2 |= dict(num_attention_heads=9, num_key_value_heads=3, rope_theta=1e5, architectures=["LlamaForCausalLM"])
 QWEN = dict(model_type="qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, vocab_size=151936)
-QWEN |= dict(num_attention_heads=14, num_key_value_heads=2, rope_theta=1e6)
+QWEN |= dict(num_attention_heads=14, num_key_value_heads=2, rope_theta=1e6, architectures=["Qwen2ForCausalLM"])
 
 
 class Workload(NamedTuple):
@@ -144,14 +144,15 @@ def multiplications(w, model, prompts):
 
 
 def multiplication_rate(device, dtype):
-    """In a large product, on this machine at this moment."""
+    """In a large product, by the clock of a GPU or in CPU seconds, on this machine at this moment."""
     x, weight = torch.ones(4096, 1024, device=device, dtype=dtype), torch.ones(1024, 1024, device=device, dtype=dtype)
 
     def product():
         torch.nn.functional.linear(x, weight)
         clock(device)
 
-    return x.numel() * len(weight) / min(timeit.repeat(product, number=1, repeat=20))
+    timer = time.perf_counter if device.type == "cuda" else time.process_time
+    return x.numel() * len(weight) / min(timeit.repeat(product, timer=timer, number=1, repeat=20))
 
 
 # ---- transformers and TRL -------------------------------------------------------------------------------------
@@ -277,7 +278,8 @@ def measure(w, device, dtype, runs, only):
     least = multiplications(w, model, prompts) / multiplication_rate(device, dtype)
     load = os.getloadavg()[1]  # of five minutes
     print(f"  peak memory of nanorook {memory:.1f} GB, load of the machine {load:.1f}")
-    print(f"  no program can take less than {least:.3f} s, by its products with the weights")
+    unit = "s" if device.type == "cuda" else "s of CPU"
+    print(f"  no program can take less than {least:.3f} {unit}, by its products with the weights")
     return {**w._asdict(), "peak_memory_gb": memory, "least_seconds": least, "load": load, **summary(rounds, w)}
 
 
@@ -299,7 +301,8 @@ def main():
     device = hardware.choose_device()
     all_workloads = workloads(device)
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
-    p.add_argument("what", nargs="*", choices=[[], *all_workloads], help="default: those that suit the machine")
+    p.add_argument("what", nargs="*", choices=[[], *all_workloads], metavar="WORKLOAD",
+                   help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
     p.add_argument("--only", default="", metavar="NAME", help="of the others those with NAME in theirs; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")

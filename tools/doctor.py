@@ -1,11 +1,11 @@
-"""The doctor: one batch goes through train.py's own functions, and what each of them leaves is checked.
+"""The doctor: one batch goes through train.py's own functions, and the result of each of them is checked.
 
 python -m tools.doctor                        with the default settings
 python -m tools.doctor MODEL=mine LR=3e-5     with others, as train.py takes them
 python -m tools.doctor MODEL=out/model        with those of the run that made the model
 
 A check is ok, or says what is wrong and what to do; the first one that is wrong is usually the cause of the others.
-Nothing is written. The learning rate's warm-up counts as over.
+Nothing is written. The learning rate is that after the warm-up.
 """
 
 import copy
@@ -34,12 +34,12 @@ UPDATES = 5  # on the same batch
 
 class Check(NamedTuple):
     name: str
-    sentence: str  # what is wrong and what to do; empty where all is well
+    sentence: str  # what is wrong and what to do; empty if all is well
     figures: dict
 
 
 def check(name, figures, *wrong):
-    """`wrong`: (condition, sentence) pairs, causes before their consequences; the first that is true is said."""
+    """`wrong`: (condition, sentence) pairs, causes before their consequences; the first that is true is reported."""
     return Check(name, next((sentence for condition, sentence in wrong if condition), ""), figures)
 
 
@@ -52,7 +52,7 @@ def norm(tensors):
 
 
 def prepare(count):
-    """A model and `count` questions, as the settings name them."""
+    """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     print(sizes.in_words(train.SIZED))
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
@@ -63,7 +63,7 @@ def prepare(count):
 
 
 def ask(model, questions, temperature):
-    """What a step has before its update: (Batch, Answers) of each kind."""
+    """Yields what a step has before its update: (Batch, Answers) of each kind."""
     sampler = model.inference_copy(model.dtype)
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
     parts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
@@ -72,7 +72,7 @@ def ask(model, questions, temperature):
 
 
 def run_checks(model, reference, optimizers, questions):
-    """The checks one by one, as far as the batch gets. `model` is updated."""
+    """Yields the checks one by one, as far as the batch gets. `model` is updated."""
     yield (found := weights(model))
     if found.sentence:
         return
@@ -88,7 +88,7 @@ def run_checks(model, reference, optimizers, questions):
     for batch, (_, part) in zip(batches, rollouts):
         yield rewards(batch, part)
 
-    # The first step of a run, and what train.py says of it
+    # The first step of a run, and what train.py reports about it
     most = train.plan_memory(model, questions)
     parts = [[part for part, _ in microbatches(batch, most, True)] for batch in batches]
     kinds = dict(zip((answers[0].question.kind for _, answers in rollouts), parts))
@@ -113,9 +113,9 @@ def run_checks(model, reference, optimizers, questions):
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
     yield check(
         "update", {"lr": train.LR, "change": change, "relative": change / norm(old.values())},
-        (moved, "The reference moved with the policy, as they share weights, so KL says nothing: make it a copy."),
+        (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
         (metrics["grad_norm"] == 0, "The gradient is 0: do the rewards of a group's answers differ?"),
-        (change == 0, f"The weights did not move: look at LR={train.LR:g}, and whether the optimizer holds them."),
+        (change == 0, f"The weights did not move: check LR={train.LR:g}, and whether the optimizer has all of them."),
     )  # fmt: skip
     if metrics["broken"]:
         return
@@ -129,7 +129,7 @@ def run_checks(model, reference, optimizers, questions):
     gain, kind = monitor.worst(gains, "gain", min)
     yield check(
         "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},
-        (first > train.KL_DIVERGENCE_THRESHOLD, f"One update made a KL of {first:.4g}: lower LR={train.LR:g}."),
+        (first > train.KL_DIVERGENCE_THRESHOLD, f"One update led to a KL of {first:.4g}: lower LR={train.LR:g}."),
         (not gain > 0, f"Better {kind} answers did not become likelier: is a sign wrong, or LR={train.LR:g} too high?"),
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def shown(metrics, *names):
 
 
 def refusal(metrics, dtype):
-    """(True, the sentence with which train.py would not go on), or (False, "")."""
+    """(True, the message with which train.py would stop), or (False, "")."""
     try:
         monitor.check_start(metrics, dtype, train.task.LIMITS)
     except SystemExit as end:
@@ -152,13 +152,13 @@ def weights(model):
     untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
     return check(
         "weights", {"tensors": len(state), "norm": norm(state.values())},
-        (untrained, f"All biases and norms are as in weights never loaded or trained: check MODEL={train.MODEL}."),
+        (untrained, f"All biases and norms are those of an untrained model: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
 
 @torch.no_grad()
 def computing(model, question):
-    """This machine's forward against the same in float64, and against itself."""
+    """Compares this machine's forward pass with the same in float64, and with itself."""
     ids = torch.tensor([prompt_ids(question.prompt, model.tokenizer)])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
@@ -166,7 +166,7 @@ def computing(model, question):
     bound = 1e-3 if model.dtype == torch.float32 else 0.1
     return check(
         "computing", {"error": error, "bound": bound, "asked again": change},
-        (change > bound / 10, f"Asked again, the forward differs by {change:.4g}: remove dropout or other chance."),
+        (change > bound / 10, f"A second forward pass differs by {change:.4g}: remove dropout or other randomness."),
         (not error < bound, f"{model.dtype} is wrong or too coarse here, by {error:.4g} nats: use DTYPE=float32."),
     )  # fmt: skip
 
@@ -175,17 +175,17 @@ def truths(questions, samples):
     known = [question for question in questions if question.truth is not None]
     kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
     stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
-    # Where a truth has only what the rules know, the answer's metrics say so.
+    # If a truth lacks the labels, the metrics of the answers say so.
     unknown = int(sum(s.grade.metrics.get("unlabelled", s.question.truth is None) for s in samples)) // train.GROUP_SIZE
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
-        (stub, f"All {' and '.join(stub)} questions have the same truth, that of a stub: check DATA={train.DATA}."),
-        (unknown, f"{unknown} have no truth, so right answers go unpaid: check what DATA={train.DATA} knows."),
+        (stub, f"All {' and '.join(stub)} questions have the same truth, as from a stub: check DATA={train.DATA}."),
+        (unknown, f"{unknown} have no truth, so right answers earn nothing: check the labels of DATA={train.DATA}."),
     )  # fmt: skip
 
 
 def completions(model, batch, samples):
-    """Whether the mask and the tokens of a batch are those of the answers that were graded."""
+    """Checks that the mask and the tokens of a batch are those of the answers that were graded."""
     rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
     metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
     rules = samples[0].question.kind, samples[0].question.stop, samples[0].question.stop_after
@@ -196,8 +196,8 @@ def completions(model, batch, samples):
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
         (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
-        (wrong, f"The mask of {wrong} does not end with their one end token, which goes untrained: use lengths."),
-        (foreign, f"The tokens of {foreign} are not the text that was graded: keep the ids, make none from text."),
+        (wrong, f"The mask of {wrong} does not end with the end token, which is then not trained: use lengths."),
+        (foreign, f"The tokens of {foreign} are not the text that was graded: keep the sampled ids as they are."),
     )  # fmt: skip
 
 
@@ -210,10 +210,10 @@ def rewards(batch, samples):
     return check(
         f"{samples[0].question.kind} rewards",
         {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
-        (max(-least, most) > 10, f"They go from {least:g} to {most:g}, so a few rows outweigh the others: scale them."),
+        (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
         (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
-        (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std makes noise {times:.0f} times as large: "
-         "use none."),
+        (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std multiplies noise by {times:.0f}: use "
+         "none."),
     )  # fmt: skip
 
 

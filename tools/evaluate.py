@@ -1,15 +1,15 @@
-"""The held-out questions of a task, answered by any model, or by two with their difference, question by question.
+"""Evaluates a model on the held-out questions of a task, or compares two models question by question.
 
-python -m tools.evaluate out                              the table of a run, as it measured it: nothing is asked again
-python -m tools.evaluate out/model                        a run's model beside its start model, as the run set it up
+python -m tools.evaluate out                              the table that a run has measured: nothing is asked again
+python -m tools.evaluate out/model                        a run's model beside its start model, with the run's settings
 python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
 
-Greedy and at TEMPERATURE, EVAL_POSITIONS questions, with 95 % intervals. The task, its data and settings are those of
-the run in whose folder (OUT_DIR/model, OUT_DIR/step-N) the first model lies; what is given as NAME=value comes first.
+EVAL_POSITIONS questions are answered greedily and at TEMPERATURE; intervals are 95 %. The task, its data and settings
+are those of the run whose OUT_DIR/model or OUT_DIR/step-N the first model is; NAME=value takes precedence.
 
 pass@k is the share of questions that one of k answers gets right (a metric that is a share is 1). A run that raises
-pass@1 and lowers pass@64 has made sharper what the model did sometimes (Yue et al., 2025).
+pass@1 and lowers pass@64 has sharpened what the model already did sometimes (Yue et al., 2025).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main():
     for title, name in zip("AB", models):
         model = GPT.load(name).to(device).set_compute_dtype(dtype)
         _, held_out = load_items(train.task, train.DATA, model.config)
-        count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has nothing held out.")
+        count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has no held-out items.")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
     print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")

@@ -1,8 +1,8 @@
 """Runs as one page that needs no network: python -m tools.report OUT_DIR ... writes OUT_DIR/report.html.
 
 It shows held-out skill beside the training curves, the states of all steps, answers and settings, for any task and even
-for a run that was killed. Where several runs are given, they stand beside each other with their differences, in
-report-beside-OTHERS.html of the first one's folder. What a model wrote is escaped, and the page allows no script.
+for a run that was killed. Several runs are shown beside each other with their differences, in
+report-beside-OTHERS.html in the first one's folder. What a model wrote is escaped, and the page allows no scripts.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def read_run(folder, name):
     folder, curves = Path(folder), {}
     rows = [row for row in read(folder / "metrics.jsonl") if "step" in row]
     if not rows:
-        fail(f"{folder}/metrics.jsonl holds no step; give the OUT_DIR of a run that has made one.")
+        fail(f"{folder}/metrics.jsonl contains no step; give the OUT_DIR of a run that has made one.")
     for row in rows:
         for metric, value in (row | row.get("seconds", {})).items():
             if isinstance(value, int | float):
@@ -56,7 +56,7 @@ def read_run(folder, name):
 
 
 def load_show(file):
-    """The task's `show`, or a function that shows nothing: the task has none, or is not on this machine."""
+    """The task's `show`, or a function that shows nothing if the task has none or is not on this machine."""
     try:
         return task_file.load(file).show
     except (SystemExit, Exception):
@@ -75,7 +75,7 @@ def head(run, title):
 
 
 def states(run, title):
-    """A strip with the state of each step, and each advice with the steps that gave it."""
+    """A strip with the state of each step, and a list of the advice with the steps that gave it."""
     strip, items, advice = "", "", {}
     for state, (*group,) in groupby(run.rows, lambda row: row.get("state", "green")):
         strip += f'<i class="{escape(state)}" style="flex:{len(group)}"></i>'
@@ -88,7 +88,7 @@ def states(run, title):
 
 
 def settings(runs):
-    """What each run was, and all its settings; where runs differ, the values of each."""
+    """How each run was started, and all its settings, with the values of each run where they differ."""
     tables, page = [], ""
     for run in runs:
         about = {name: value for name, value in run.about.items() if name not in ("versions", "questions")}
@@ -104,8 +104,8 @@ def settings(runs):
 
 
 def skill_table(runs):
-    """The first run's first evaluation and each run's last one. Of one run the gain follows, of several what each
-    differs from the first one."""
+    """The first run's first evaluation and each run's last one, followed by the gain of a single run, or by how much
+    each of several runs differs from the first one."""
     ends = [(run, [*run.skill][-1]) for run in runs if run.skill]
     starts = [(run, [*run.skill][0]) for run, _ in ends[:1] if len(run.skill) > 1]
     base, columns = ends[:1] if len(ends) > 1 else starts, []  # [(heading, {figure: (CSS class, text)}), ...]
@@ -131,8 +131,8 @@ def skill_table(runs):
 
 
 def difference(name, first, before, other, after):
-    """What a figure changes from one evaluation to another, with its half-width: question by question where both asked
-    the same ones."""
+    """How much a figure differs between two evaluations, with its half-width: question by question if both asked the
+    same ones."""
     (a, half_a, values_a), (b, half_b, values_b) = before[name], after[name]
     asked, also = (run.about.get("questions", {}).get(name.split(" ")[0]) for run in (first, other))
     paired = first is other or asked and asked == also
@@ -140,21 +140,21 @@ def difference(name, first, before, other, after):
 
 
 def manner(how):
-    """How questions were answered, as legends call it."""
+    """How questions were answered, in the words of the legends."""
     return {"": "training", "T=0": "greedy"}.get(how, how.replace("=", " = "))
 
 
 PANELS = (  # title, unit, {metric: what its line is called}; some metrics have a line for each kind of question, too
     ("Reward", "mean over a step's answers", {"reward": "all"}),
     ("Best reward", "highest of a step's answers", {"reward_max": "all"}),
-    ("Groups without a signal", "share with one reward only", {"frac_zero_std": "all"}),
+    ("Groups without a signal", "share with equal rewards", {"frac_zero_std": "all"}),
     ("Cut off", "share of completions", {"hit_limit": "all"}),
     ("Completion length", "tokens", {"length": ""}),
     ("KL to the reference", "nats per token", {"kl": ""}),
     ("Entropy", "nats per token", {"entropy": ""}),
     ("Gradient norm", "before clipping", {"grad_norm": ""}),
     ("Clipped tokens", "share with a ratio out of range", {"clip_low": "below", "clip_high": "above"}),
-    ("Sampling against training", "nats, mean difference of logprobs", {"logprob_gap": ""}),
+    ("Sampling and training", "nats, mean difference of logprobs", {"logprob_gap": ""}),
     ("Learning rate", "of AdamW", {"lr": ""}),
     ("Time of a step", "seconds", {"sampling": "sampling", "grading": "grading", "update": "update"}),
     ("Speed", "completion tokens per second", {"tokens_per_second": ""}),
@@ -180,13 +180,13 @@ def training_panels(names, kinds):
 
 
 def one_by_one(panels):
-    """A panel for each of their metrics."""
+    """The panels split into one for each metric."""
     return ((f"{title}: {line}" if len(lines) > 1 else title, unit, {name: line})
             for title, unit, lines in panels for name, line in lines.items())  # fmt: skip
 
 
 def plots(runs, panels):
-    """One run has a colour for each line of a panel; several have one for each run."""
+    """One run gets a colour for each line of a panel; several runs get one each."""
     page, several, last = "", len(runs) > 1, max(run.rows[-1]["step"] for run in runs)
     for title, unit, lines in panels:
         held_out, curves = [name for name in lines if " " in name], []
@@ -209,8 +209,8 @@ LEFT, RIGHT, TOP, BOTTOM = 42, 292, 8, 124  # of a plot in its own units, 300 wi
 
 
 def plot(title, unit, curves, last, named=False):
-    """A figure of curves, [(name, CSS classes, points), ...]. Points with a half-width are dots on a band, and those
-    without are smoothed, too."""
+    """A figure of curves, [(name, CSS classes, points), ...]. Points with a half-width become dots on a band; others
+    are also drawn smoothed."""
     points = [point for *_, points in curves for point in points]
     ends = [value + sign * half for _, value, *halves in points for half in halves for sign in (-1, 1)]
     log, marks = axis([value for _, value, *_ in points if math.isfinite(value)] or [0], filter(math.isfinite, ends))
@@ -224,7 +224,7 @@ def plot(title, unit, curves, last, named=False):
         return max(TOP, min(BOTTOM, BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)))
 
     def path(css, points):
-        """Gaps where a value is not finite; h0 makes a dot of a point by itself."""
+        """Leaves gaps where a value is not finite; h0 makes a dot of a single point."""
         parts = [list(part) for finite, part in groupby(points, lambda point: math.isfinite(point[1])) if finite]
         d = "".join("M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v, *_ in part) + "h0" for part in parts)
         return f'<path class="{css}" d="{d}"/>'
@@ -254,7 +254,7 @@ def plot(title, unit, curves, last, named=False):
 
 
 def smooth(points):
-    """Means over the neighbouring points, 20 at most on each side."""
+    """Means over neighbouring points, at most 20 on each side."""
     n = min(20, len(points) // 20)
     windows = [[v for _, v in points[max(0, i - n) : i + n + 1] if math.isfinite(v)] for i in range(len(points))]
     return [(step, statistics.fmean(w) if w else math.nan) for (step, _), w in zip(points, windows)]

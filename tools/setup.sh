@@ -6,24 +6,26 @@ if [ -n "${PYTHON:-}" ] && ! "$PYTHON" -c 'import importlib.util as i; assert i.
     exit 1
 fi
 if [ -z "${PYTHON:-}" ]; then
-    PYTHON=.venv/bin/python
+    pushd "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null
+    PYTHON=$PWD/.venv/bin/python
     for file in $NEEDS; do
         if cmp -s "$file" ".venv/$file"; then
             continue
         fi
         echo "Installing $file into .venv, once: about 200 MB and one to five minutes (with CUDA's libraries 3 GB)." >&2
         if command -v uv >/dev/null; then
-            [ -x $PYTHON ] || uv venv --quiet --python ">=3.11" .venv
-            uv pip install --python $PYTHON --requirement "$file"
+            [ -x "$PYTHON" ] || uv venv --quiet --python ">=3.11" .venv
+            uv pip install --python "$PYTHON" --requirement "$file"
         else
             if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
                 echo "error: Python 3.11 or later is needed as python3; install one, or name it with PYTHON=/path/to/python." >&2
                 exit 1
             fi
-            [ -x $PYTHON ] && $PYTHON -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv
+            [ -x "$PYTHON" ] && "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv
             bar=$([ -t 2 ] || echo --progress-bar off) # a log gets one line for each package
-            $PYTHON -m pip install $bar --disable-pip-version-check --requirement "$file"
+            "$PYTHON" -m pip install $bar --disable-pip-version-check --requirement "$file"
         fi
         cp "$file" ".venv/$file" # last, so that an installation cut short is begun again
     done
+    popd >/dev/null
 fi

@@ -6,12 +6,11 @@ python -m tools.signal MODEL=out/step-000040            with the settings of the
 
 The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + noise / n on average. The gradients of
 different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
-questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Its
-interval comes from leaving out each question in turn: one heavy answer widens it, and does not pass for signal.
-Nothing is trained or written. docs/signal.md says what to read from it.
+questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Noise
+comes from which questions are drawn, and from which answers to them; more answers to each lessen only the second
+("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/signal.md explains the tables.
 """
 
-import math
 import time
 from collections import defaultdict
 
@@ -38,25 +37,39 @@ QUESTIONS = setting("QUESTIONS", 64, "asked about, of each kind as many as a ste
 REFERENCE = setting("REFERENCE", "", "where MODEL is trained: the model its KL is to (at the start it has no gradient)")
 
 SKETCH = 65537  # numbers that stand for a gradient; odd, so that the entries of one column do not meet
-SET = "as set"
-TEMPERATURES = 0.7, 1.3  # times that of the settings
+SET, HALVES = "as set", "halves"
+
+
+def jackknife(rows, estimate):
+    """An estimate, made of three means (see signal and between), and the half-width of its 95 % interval, which comes
+    from leaving out each question in turn: one heavy answer widens it, and does not pass for signal.
+    rows (n, d + 1): for each question the mean gradient of its groups, or a sketch of it; last, their mean square."""
+    n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
+    if n < 3:  # without one there is no product
+        return 0.0, torch.inf
+    products = (vectors * (vectors.sum(0) - vectors)).sum(1)  # (n,) of each with all others
+    terms = torch.stack([products, vectors.square().sum(1), squares[:, 0]])  # (3, n)
+    left_out = pad(terms * torch.tensor([[2], [1], [1]]), (1, 0))  # (3, n + 1) nothing, then each question
+    count = torch.tensor([n] + [n - 1] * n)
+    products, own, squares = (terms.sum(1, keepdim=True) - left_out) / count
+    values = estimate(products / (count - 1), own, squares).nan_to_num()
+    return interval((n * values[0] - (n - 1) * values[1:]).tolist())
 
 
 def signal(rows):
-    """The share of |g|² of one question that is signal, and the half-width of its 95 % interval, by the jackknife.
-    rows (n, d + 1): for each question a gradient or its sketch, and last the square of a single gradient."""
-    n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
-    products, squares = (vectors * (vectors.sum(0) - vectors)).sum(1), squares[:, 0]  # (n,) of each with all others
-    if not squares.any():
-        return 0.0, 0.0
-    whole = products.sum() / (n - 1) / squares.sum()
-    without = (products.sum() - 2 * products) / (n - 2) / (squares.sum() - squares)
-    return interval((n * whole - (n - 1) * without.nan_to_num()).tolist())
+    """The share of |g|² of one question that is signal: what is `common` to the gradients of different questions."""
+    return jackknife(rows, lambda common, own, square: common / square)
+
+
+def between(rows):
+    """The share of the noise that lies between questions, where rows are of the two halves of each group: they share a
+    question but no answers, so their product, 2 |their mean|² - their mean square, has the question's noise alone."""
+    return jackknife(rows, lambda common, own, square: (2 * own - square - common) / (square - common))
 
 
 def noise_scale(share):
     """The questions at which half is signal, where `share` is that of one question."""
-    return max(0.0, 1 / share - 1) if share > 0 else math.inf
+    return max(0.0, 1 / share - 1) if share > 0 else torch.inf
 
 
 def number(x):
@@ -101,53 +114,71 @@ def ways(answers):
         yield f"{name} alone", alone, train.CREDIT, 0.0
 
 
-def gradients(model, reference, rollouts, sizes, temperature, ways=ways):
-    """{way of paying: rows for signal()}: each question's gradient, and with groups cut to other `sizes` the mean of
-    its groups' gradients and of their squares. The first size is that of the whole group, which is paid in all ways."""
+def gradients(model, reference, rollouts):
+    """{way of paying: rows for jackknife()}: each question's gradient; and as HALVES, where half of a group is large
+    enough to be paid as a group of its own, the means of the halves' gradients and of their squares."""
     groups = [(batch, answers, i) for batch, answers in rollouts for i in range(len(batch.prompts))]
     found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
-    project, parameters, G = projection(model), list(model.parameters()), sizes[0]
-    cuts = [(size, start) for size in sizes for start in range(0, G, size)]
+    project, parameters, G, H = projection(model), [*model.parameters()], train.GROUP_SIZE, train.GROUP_SIZE // 2
+    cuts = [slice(0, G), *[slice(0, H), slice(H, 2 * H)] * (H > train.BEST_OF)]
     for place, (batch, answers, i) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
         rows = slice(i * G, i * G + G)
         whole = batch.select([i], batch.prompt_lengths[i], batch.completion_mask[rows].sum(1).max())
-        for size, start in cuts:
-            part = Batch(*whole[:2], *(x if x is None else x[start : start + size] for x in whole[2:]))
-            logprobs, _ = train.forward(model, part, temperature)
+        for cut in cuts:
+            part = Batch(*whole[:2], *(x if x is None else x[cut] for x in whole[2:]))
+            logprobs, _ = train.forward(model, part, train.TEMPERATURE)
             with torch.no_grad():
-                ref = train.forward(reference, part, temperature)[0] if reference else None
+                ref = train.forward(reference, part, train.TEMPERATURE)[0] if reference else None
             part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
-            some = answers[rows][start : start + size]
-            smaller = [(f"GROUP_SIZE={size}", some, train.CREDIT, train.KL_COEF)]
-            for name, paid, credit, kl_coef in ways(some) if size == G else smaller:
-                part = train.add_advantages(part, paid, size, credit)
+            some = answers[rows][cut]
+            half = [(HALVES, some, train.CREDIT, train.KL_COEF)]
+            for name, paid, credit, kl_coef in ways(some) if len(some) == G else half:
+                part = train.add_advantages(part, paid, len(some), credit)
                 if part.advantages.any() or (reference and kl_coef):
                     loss, _ = train.loss_and_sums(logprobs, part, 1.0, kl_coef)
                     gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-                    found[name][place] += project(gradient) * size / G
+                    found[name][place] += project(gradient) / (G // len(some))
     return {SET: found[SET], **found}
 
 
-def report(found, kinds, seconds):
-    """Two tables; `kinds`: the questions' kinds, `seconds`: {kind: of one question}."""
-    all_kinds, G = dict.fromkeys(kinds) if len({*kinds}) > 1 else {}, train.GROUP_SIZE
-    places = {"all": slice(None)} | {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in all_kinds}
-    lines = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
-    for kind, at in places.items():
-        rows = found[SET][at]
-        n, (share, half) = len(rows) / len(kinds) * train.BATCH_POSITIONS, signal(rows)
-        value = noise_scale(share)
+def split(rows, B, P, T):
+    """In words, what the noise of B questions is made of, and the best B × G at equal cost. rows: as for between().
+
+    The gradient of a group is G - k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided by
+    that, a step's has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are independent. With P
+    tokens in a prompt and T in an answer it costs B (P + G T), so the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
+    G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
+    shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
+    within = [(1 / x - 1) * (G // 2 - k) for x in shares]  # σ_w² / σ_b²
+    high, value, low = (f"{1 / (1 + x / (G - k)):.0%}" for x in within)
+    least, best, most = (max(k + 1, round(k + (x * (k + P / T)) ** 0.5)) for x in within)
+    helps = "more questions" if most < G else "more answers" if least > G else "either"
+    if share <= half:
+        return f"none seen, at most {high}", f"at least {least}", "", "", helps
+    times, noise = (P + G * T) / (P + best * T), (1 + within[1] / (best - k)) / (1 + within[1] / (G - k))
+    step = f"{max(1, round(B * times))} × {best}"
+    return f"{value} ({low} to {high})", f"{least} to {most}", step, f"{noise / times:.0%}", helps
+
+
+def report(found, kinds, seconds, tokens):
+    """Three tables. For each question its kind, and its tokens (prompt, answer); `seconds`: {kind: of one question}."""
+    names, halves = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], found.pop(HALVES, None)
+    steps = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
+    noise = [["noise of a step", "between questions", "best group", "best step", "its noise", "what helps"]]
+    paid = [["at equal answers", "answers until half is signal", "squared gradient"]]
+    for kind in names:
+        at = [i for i, k in enumerate(kinds) if kind in ("all", k)]
+        n, (share, half) = len(at) / len(kinds) * train.BATCH_POSITIONS, signal(found[SET][at])
+        value, base = noise_scale(share), found[SET][at, -1].mean()
         rest = [f"{n / (n + value):.1%}", number(value * seconds[kind])] if share > half else ["", ""]
-        lines.append([kind, f"{n:.3g}", describe(rows), *rest])
-    print(table(lines))
-    lines = [["at equal answers", "answers until half is signal", "squared gradient"]]
-    for kind, at in places.items():
-        for name, rows in ((name, rows[at]) for name, rows in found.items()):
-            size = int(name.removeprefix("GROUP_SIZE=")) if name.startswith("GROUP_SIZE=") else G
-            square, base = rows[:, -1].mean() * G / size, found[SET][at][:, -1].mean()
-            if rows[:, -1].any() and (len(places) == 1 or kind != "all" or not name.endswith("alone")):
-                lines.append([f"{kind}, {name}", describe(rows, size), f"{square / base:.0%}" if base else ""])
-    print(f"\n{table(lines)}")
+        steps.append([kind, f"{n:.3g}", describe(found[SET][at]), *rest])
+        if halves is not None and halves[at].any():
+            noise.append([kind, *split(halves[at], n, *tokens[at].mean(0).tolist())])
+        for name, rows in found.items():
+            if rows[at, -1].any() and (len(names) == 1 or kind != "all" or not name.endswith("alone")):
+                square = f"{rows[at, -1].mean() / base:.0%}" if base else ""
+                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE), square])
+    print("\n\n".join(table(lines) for lines in (steps, noise, paid) if lines[1:]))
 
 
 def main():
@@ -155,12 +186,10 @@ def main():
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
     reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE and train.KL_COEF else None
-    source = train.MODEL or start_model(train.task)
-    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers, {device} in {str(dtype)[6:]}, "
-          f"SEED={train.SEED}\n", flush=True)  # fmt: skip
-
+    print(f"{train.MODEL or start_model(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
+          f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
-    rollouts, kinds, seconds, clock = [], [], {"all": 0.0}, time.time()
+    rollouts, kinds, tokens, seconds, clock = [], [], [], {"all": 0.0}, time.time()
     most = train.plan_memory(model, questions)
     for batch, answers in ask(model, questions, train.TEMPERATURE):
         batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
@@ -169,15 +198,9 @@ def main():
         seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
         rollouts.append((batch, answers))
         kinds += [answers[0].question.kind] * n
+        tokens.append(torch.stack([batch.prompt_lengths, batch.completion_mask.sum(1).view(n, -1).float().mean(1)], 1))
 
-    G = train.GROUP_SIZE
-    sizes = [G, *(G // cut for cut in (2, 4) if G % cut == 0 and G // cut > train.BEST_OF)]
-    found = gradients(model, reference, rollouts, sizes, train.TEMPERATURE)
-    as_set = lambda answers: [*ways(answers)][:1]  # noqa: E731
-    for temperature in (factor * train.TEMPERATURE for factor in TEMPERATURES):
-        again = gradients(model, reference, list(ask(model, questions, temperature)), [G], temperature, as_set)
-        found[f"TEMPERATURE={temperature:g}"] = again[SET]
-    report(found, kinds, seconds)
+    report(gradients(model, reference, rollouts), kinds, seconds, torch.cat(tokens))
 
 
 if __name__ == "__main__":

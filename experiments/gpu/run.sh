@@ -21,7 +21,7 @@ fail() {
 }
 
 stages="label pretrain-tiny decay-tiny pretrain-gpt2 decay-gpt2 before-tiny before-gpt2 grpo-tiny grpo-gpt2"
-stages+=" after-tiny after-gpt2 steps-default steps-mates bench"
+stages+=" after-tiny after-gpt2 steps-default steps-mates grpo-gsm8k grpo-ocaml bench"
 chosen=("$@")
 for name in "$@"; do
     [[ " $stages" == *" $name"* ]] || fail "$name is no stage; there are: $stages."
@@ -186,5 +186,11 @@ stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table
 stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table
 stage steps-default 4 "$PYTHON" -m experiments.large OUT_DIR="$OUT/steps" $steps
 stage steps-mates 4 "$PYTHON" -m experiments.large OUT_DIR="$OUT/steps" $steps TASK=examples/mates.py
+# Not measured. They come on top of the half hour, and only where a model is named: an id on the hub, or a folder.
+long="STEPS=100000 LR_SCHEDULE=constant EVAL_EVERY=0 EVAL_POSITIONS=200"
+[ -z "${QWEN:-}" ] || stage grpo-gsm8k 50 "$PYTHON" train.py TASK=examples/gsm8k.py MODEL="$QWEN" \
+    DATA="${GSM8K:-builtin}" OUT_DIR="$OUT/grpo-gsm8k" $long
+[ -z "${CODER:-}" ] || stage grpo-ocaml 50 "$PYTHON" train.py TASK=examples/ocaml.py MODEL="$CODER" \
+    OUT_DIR="$OUT/grpo-ocaml" DTYPE=auto COMPILE=auto $long
 stage bench 10 "${bench[@]}" --json "$OUT/bench.json"
 cat "$OUT/summary.md"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 STEPS = ["| task | machine | start | tokens in a step | first step | later steps | most memory |", "| --- " * 7 + "|"]
-MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M"}
+MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M", "gsm8k": "GSM8K", "ocaml": "OCaml"}
 
 
 def rows(path):
