@@ -49,6 +49,7 @@ def test_better_answers_earn_more_and_those_without_an_end_less(task, question, 
     assert {text: (g.reward, *g.metrics.values()) for text, g in grades.items()} == answers
     for text, grade in grades.items():
         assert task.grade(question, text, hit_limit=True).reward <= round(0.3 * grade.reward, 9)
+    assert not adds.grade(SUM, "47 + 38 = 85", hit_limit=True).metrics["alone"]
 
 
 def test_a_digit_or_a_value_is_judged_where_it_stands():
@@ -87,6 +88,7 @@ def test_questions_are_chats_with_or_without_examples(task, config, monkeypatch)
 
     questions = asked()
     assert questions == asked()
+    assert task is records or len({a < b for a, b in (q.truth for q in questions if len({*q.truth}) == 2)}) == 2
     for question in questions:
         right = (
             "{} + {} = {}".format(*question.truth, sum(question.truth)) if task is adds else json.dumps(question.truth)
