@@ -46,7 +46,7 @@ def credit(rewards, ends, T):
 
 
 def advantages(values, group_size, scale="none", best_of=1):
-    """The values (N, K) of K pieces of N rewards, against the mean of their group of G -> advantages (N, K).
+    """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
 
     scale="none"  v - mean; dividing it would favour prompts whose answers score about the same (Liu et al., 2025)
     scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
@@ -137,7 +137,7 @@ def aggregate(per_token, mask, loss, normalizer):
 
 def importance_weights(train_logprobs, rollout_logprobs):
     """Truncated importance sampling (Yao et al., 2025): p_train / p_rollout of each token, a constant, for a rollout in
-    another precision than the training forward. train_logprobs are those of the weights that sampled."""
+    a different precision from the training forward. train_logprobs are those of the weights that sampled."""
     return (train_logprobs - rollout_logprobs).detach().exp().clamp(max=MAX_IMPORTANCE)
 
 

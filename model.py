@@ -1,6 +1,6 @@
 """GPT-2: the forward pass, with prompts that a group shares and a cache; a Hugging Face folder in and out.
 
-There is no dropout, whatever config.json says: with it policy and reference are two different functions, and KL is
+There is no dropout, whatever config.json says: with it, policy and reference would be different functions, and the KL
 large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
@@ -50,7 +50,7 @@ class Prefix:
 
 
 class Linear(nn.Linear):
-    """The product is computed in `dtype`, whatever the weights and the input are."""
+    """The product is computed in `dtype`, whatever the dtypes of the weights and the input."""
 
     dtype = torch.float32
 
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 def causal_attention(layer, q, k, v):
-    """Each token (N, H, S, D) to itself and to those before it; keys may have fewer heads, see grouped()."""
+    """Attention of each token (N, H, S, D) to itself and those before it; keys may have fewer heads, see grouped()."""
     # On a CPU this kernel's backward takes longer in bf16 than in fp32.
     wide = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
     q_k_v = (x.to(wide) for x in (q, k, v))
@@ -84,7 +84,7 @@ def causal_attention(layer, q, k, v):
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """Queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
+    """Attention of queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
 
     The G·R·S queries to one prompt are one matrix product: it is read once for its group and not copied for each row.
     Decoding is bound by reading memory, and in training copies take longer than short answers themselves. R heads
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
-    recompute = False  # the backward pass computes blocks again, from their inputs: nothing of size rows × keys is kept
+    recompute = False  # the backward pass recomputes blocks from their inputs: nothing of size rows × keys is kept
     tokenizer = None  # load() sets it
 
     def __init__(self, config):
@@ -284,7 +284,7 @@ class GPT(nn.Module):
         return model
 
     def save(self, path, dtype=torch.float32):
-        """A folder that transformers and vLLM open."""
+        """Writes a folder that transformers and vLLM can open."""
         weights = {name: p.to("cpu", dtype).contiguous() for name, p in self.to_file(self.state_dict()).items()}
         config = self.write_config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
         made = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}

@@ -8,7 +8,7 @@ Two kinds of questions, and two more that ask for the first candidate of a polic
     moves         P: a position  M:         ->  a move
     mates         P: a position  M:         ->  a move that mates
 
-Stockfish's labels know which moves are good, python-chess all the rest.
+Stockfish's labels say which moves are good; python-chess knows everything else.
 """
 
 import random
@@ -35,7 +35,7 @@ MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an env
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
-DEFAULTS = {}  # chess has those of train.py
+DEFAULTS = {}  # chess uses train.py's
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 MATES = positions.BUILTIN.with_name("mates.txt.gz")
@@ -68,8 +68,8 @@ def load_unfinished(source):
 
 
 def with_mates(source, *sides):
-    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. These
-    are of the data, too, unless one of its sides has none."""
+    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
+    latter come from the data, too, unless one of the two sides has none."""
     mates = load_mates() if all(sides) else ([], [])
     if source != "builtin" and all(sides):
         own = [find_mates(side) for side in sides]
@@ -80,8 +80,8 @@ def with_mates(source, *sides):
 
 
 def find_mates(found):
-    """Those with a mate in one, by the rules; a label says where there is none. Of positions without labels, no more than
-    50,000 are looked at, which takes about 15 seconds."""
+    """The positions with a mate in one, by the rules; where there are labels, they tell. At most 50,000 positions are
+    searched, which takes about 15 seconds without labels."""
     found = [p for p in found if not p.moves or p.moves[0][1] == stockfish.MATE - 1]
     found = random.Random(0).sample(found, min(50_000, len(found)))
     found = tqdm(found, "looking for mates", leave=False, disable=parallel.rank() > 0 or None)
@@ -112,7 +112,7 @@ def make_questions(items, count, rng, config):
 def question(text, config):
     """A user's question: "FEN" asks the policy, "FEN e2e4" or "FEN e4" the environment."""
     words = text.split()
-    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # after all of the FEN but its counters
+    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # after all of a FEN but its counters
     board, text_format = typed_board(" ".join(words)), chess_format(config)
     fen = board.fen()
     if move:
@@ -127,7 +127,7 @@ def typed_move(board, san):
     try:
         return board.parse_san(san).uci()
     except ValueError:
-        fail(f"{san!r:.80} is no legal move in {board.fen()}; write e2e4 to ask about any move, legal or not.")
+        fail(f"{san!r:.80} is not a legal move in {board.fen()}; write e2e4 to ask about any move, legal or not.")
 
 
 def typed_board(fen):
@@ -204,7 +204,7 @@ def first_question(kind, position, text_format):
 def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
     """Asks about the position's own move, or a drawn one; none leads from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.asked
-    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, which no game shows
+    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, rare in games
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
@@ -216,7 +216,7 @@ def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE
 
 
 def transition(fen, move):
-    """What the rules say of `move`: (next FEN, reward, terminated, truncated), in the convention of RookWorld's data. An
+    """What follows `move` by the rules: (next FEN, reward, terminated, truncated), as RookWorld's data has it. An
     illegal move leaves the position as it was. Draws are those that end a game without a claim: stalemate, bare
     material, 75 moves. (A fivefold repetition takes 16 half-moves, more than the ten that a prompt shows.)"""
     board = chess.Board(fen)
@@ -231,11 +231,11 @@ def transition(fen, move):
 # ---- The reward: pieces with weights that add up to 1 ------------------------------------------------------
 
 MALFORMED = -0.3
-MAX_CHARACTERS = 4096  # a longer answer is malformed and not read; a right one has not a tenth of it
+MAX_CHARACTERS = 4096  # a longer answer is malformed and not read; a right one is not a tenth as long
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
 WASTED = 0.25  # cost of an illegal, repeated or sixth candidate; a legal one earns 1, so listing pays above 20 % legal
 
-# The ladder of the best move: legal < top5 < best. Each of them outweighs all that can be earned beside them (clean to
+# The ladder of the best move: legal < top5 < best. Each rung outweighs everything else that can be earned (clean to
 # evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.
 POLICY_WEIGHTS = {
     "structure": 0.02,  # the headers M:, E:, B: in order
@@ -251,7 +251,7 @@ POLICY_WEIGHTS = {
     "best": 0.22,
 }
 
-# Of the first candidate alone: rungs that the model reaches, each more rarely than the one before.
+# For the first candidate alone: rungs that the model reaches, each more rarely than the one before.
 FIRST_WEIGHTS = {
     "moves": {"structure": 0.05, "legal": 0.65, "top5": 0.2, "best": 0.1},
     "mates": {"structure": 0.05, "legal": 0.15, "check": 0.2, "mate": 0.6},
@@ -262,7 +262,7 @@ ENVIRONMENT_WEIGHTS = {
     "structure": 0.1,
     "next_state": 0.25,  # the very FEN
     "words": 0.3,  # share of its words that are right: eight ranks, turn, castling, en passant, two clocks
-    "similarity": 0.1,  # how near each word is, by edit distance
+    "similarity": 0.1,  # how close each word is, by edit distance
     "reward": 0.05,  # by distance
     "reward_match": 0.05,
     "terminated": 0.075,

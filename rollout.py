@@ -1,8 +1,8 @@
 """Batched sampling with a KV cache: questions in, answers with their logprobs out.
 
 A group's prompt is prefilled once, stored once and read once for all its rows (model.shared_attention). On CUDA
-one decoding step is captured as a graph and replayed for every token. The result is a Batch, what the loss needs, and
-the same rows as text for the verifier.
+one decoding step is captured as a graph and replayed for every token. The result is a Batch for the loss, and the
+same rows as text for the verifier.
 """
 
 import functools
@@ -192,10 +192,10 @@ def pad_prompts(prompts, device):
 
 def draw(logprobs, uniform):
     """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
-    cumulated probability exceeds it."""
-    cumulated = logprobs.exp().cumsum_(-1)  # in place, as it is large
-    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor keeps it below the last sum
-    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # of NaN it is V
+    cumulative probability exceeds it."""
+    cumulative = logprobs.exp().cumsum_(-1)
+    threshold = uniform[:, None] * (1 - 1e-6) * cumulative[:, -1:]  # the factor keeps it below the last sum
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
 
 
 def microbatches(batch, most_tokens, has_kl):

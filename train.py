@@ -8,9 +8,9 @@ TASK=examples/letters.py ./train.sh              another task
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
 (grpo.py), and take one step on the loss. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
 
-Added to plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
+Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
 do not change the loss; the first step checks that sampler, policy and reference agree; a run that breaks goes back to
-its last good state. Not here: a value model, a replay of old answers, a second engine for sampling.
+its last good state. Left out: a value model, a replay of old answers, a second engine for sampling.
 """
 
 import copy
@@ -77,7 +77,7 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token 
 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
-EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "held-out questions of an evaluation", low=1)
+EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
 EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each held-out question before and after, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
 REPORT_TO               = setting("REPORT_TO", "none", "also send figures and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
@@ -85,11 +85,11 @@ RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate 
 MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "skipped updates in a row after which the run goes back", low=1)
 
 heading("The machine")
-DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is one")
+DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
 DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
-COMPILE                 = setting("COMPILE", "auto", "torch.compile the training forward; auto: on CUDA", one_of=("auto", "0", "1"))
+COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA", one_of=("auto", "0", "1"))
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward pass of the update; limits memory, changes nothing else; 0: 4096 on a CPU, by free memory on CUDA", low=0)
-NPROC                   = setting("NPROC", 1, "processes on this machine; one for each GPU", low=1)
+NPROC                   = setting("NPROC", 1, "number of processes on this machine; one for each GPU", low=1)
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
@@ -291,8 +291,8 @@ def start():
         fail(f"DATA={DATA} has {len(items)} items to train on, for BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out, which is too few; provide more.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
-        parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but no more than {len(held_out)} items are held out; each "
-                     "evaluation asks about all of them.")  # fmt: skip
+        parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; each evaluation "
+                     "asks about all of them.")  # fmt: skip
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))

@@ -1,1 +1,1 @@
-"""What the five files at the root stand on."""
+"""Supporting code for the five files at the root, for any task."""

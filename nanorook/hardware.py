@@ -51,7 +51,7 @@ def fastest_dtype(device):
 
 
 def kept_by_a_block(model, tokens):
-    """The bytes that a block keeps of so many tokens and of its weights; attention only adds its inputs."""
+    """The bytes that a block keeps for so many tokens and for its weights; attention adds only its inputs."""
     sizes, x = {}, torch.zeros(1, tokens, model.config.n_embd, device=model.wte.weight.device, requires_grad=True)
 
     def keep(x):
@@ -77,8 +77,8 @@ def bytes_of_a_token(model, keys):
 
 
 def must_recompute(model, tokens, keys):
-    """Whether the backward pass has to compute blocks again, which takes a third longer: if what is kept of `tokens`,
-    of which each attends to `keys` others, is more than a third of the memory."""
+    """Whether the backward pass has to recompute blocks, which takes a third longer: it has to if what is kept for
+    `tokens`, each of which attends to `keys` others, exceeds a third of the memory."""
     device = model.wte.weight.device
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[1]
@@ -88,8 +88,8 @@ def must_recompute(model, tokens, keys):
 
 
 def microbatch_tokens(model, keys):
-    """The most tokens of one microbatch, where a token attends to `keys` others at most. On CUDA as many as four
-    fifths of the free memory hold, up to 32,768."""
+    """The most tokens of one microbatch, if a token attends to at most `keys` others. On CUDA, these are as many as fit
+    into four fifths of the free memory, up to 32,768."""
     weight, parameters = model.wte.weight, sum(p.numel() for p in model.parameters())
     if not weight.is_cuda:
         return 4096
@@ -99,7 +99,7 @@ def microbatch_tokens(model, keys):
 
 
 def compiles(wanted, device):
-    """Whether torch.compile is used; `wanted` is 0, 1 or auto: on CUDA, where there is a C compiler."""
+    """Whether torch.compile is used; `wanted` is 0, 1 or auto: on CUDA, if there is a C compiler."""
     if wanted == "auto" and device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         print("no C compiler was found, so torch.compile is not used: apt install gcc", flush=True)
         return False

@@ -74,8 +74,8 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
 
 
 def from_here(path, new=False):
-    """The absolute path, where a user stands elsewhere than in the project's folder, of what is there or will be: a
-    run's settings are read again by tools, which start in the project's folder."""
+    """The absolute path of a file that is or will be in the user's current folder, if that is not the project's: tools
+    read a run's settings again, and they start in the project's folder."""
     elsewhere = not Path.cwd().samefile(ROOT) and path and (new or Path(path).exists())
     return str(Path(path).absolute()) if elsewhere else path
 

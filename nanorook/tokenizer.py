@@ -1,4 +1,4 @@
-"""Byte-level BPE, as GPT-2, Llama 3 and Qwen have it: the tokenizer files of a Hugging Face folder, run by tiktoken."""
+"""Byte-level BPE, as in GPT-2, Llama 3 and Qwen: the tokenizer files of a Hugging Face folder, run by tiktoken."""
 
 import json
 import unicodedata
@@ -93,12 +93,12 @@ class Tokenizer:
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
             ends = find_ends(files, config, special)
             if not ends or not known.issuperset(ends):
-                raise ValueError(f"an answer ends with {ends}, which are no ids of its tokens")
+                raise ValueError(f"an answer ends with {ends}, which are not ids of its tokens")
             joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
             if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
-                # The texts that it was trained on had digits split off, which a conversion, as from GGUF, has lost.
+                # The training texts had digits split off, which a conversion, for example from GGUF, has lost.
                 if b"smollm" not in config.lower():
-                    raise ValueError("nothing splits digits, but no token joins them; take the original tokenizer.json")
+                    raise ValueError("nothing splits digits, but no token joins them; use the original tokenizer.json")
                 parts = [{"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]
                 content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
                 splits = read_splits(content["pre_tokenizer"])

@@ -24,8 +24,8 @@ def read(path):
 
 
 def verdict(out):
-    """About five lines on the run in this folder, of which the first begins with "● " and a state: red where it
-    collapsed or never earned anything, green where something rose and no reward fell, yellow otherwise."""
+    """About five lines on the run in this folder, of which the first begins with "● " and a state: red if it
+    collapsed or never earned anything, green if something rose and no reward fell, yellow otherwise."""
     out = Path(out)
     settings, skill = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "skill"))
     rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]
@@ -40,7 +40,7 @@ def verdict(out):
     unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", 1) for row in rows) <= 0]
     asked = sum(len(figure[2]) for name, figure in first.items() if name.endswith(" reward T=0"))
 
-    control = settings.get("CONTROL", "none") != "none"  # a control that learns something is no good news
+    control = settings.get("CONTROL", "none") != "none"  # a control that learns something is not good news
     state = "yellow" if control or not rose or any(" reward " in name for name in fell) else "green"
     if unpaid == kinds:
         state, headline = "red", f"No answer earned anything in {len(rows)} steps: {why_unpaid(rows, kinds)}."

@@ -57,7 +57,7 @@ def test_other_tasks(capsys, toy_model):
 
 
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
-WRONG |= {f"{FEN} Nf4": "'Nf4' is no legal move in rnbq", "8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
+WRONG |= {f"{FEN} Nf4": "'Nf4' is not a legal move in rnbq", "8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
 WRONG |= {"hello TASK=examples/letters.py": "'hello' is not five different letters"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1": "no move", f"{'.' * 30} {TOY}": "30 tokens leaves no room"}

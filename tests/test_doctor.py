@@ -72,7 +72,7 @@ def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
 
 SPOILED = {
     "not the text": lambda b: b._replace(tokens=b.tokens.where(b.tokens > 250, b.tokens + 1)),
-    "is then not trained": lambda b: b._replace(completion_mask=b.completion_mask & (b.tokens != 256)),
+    "goes untrained": lambda b: b._replace(completion_mask=b.completion_mask & (b.tokens != 256)),
     "GROUP_SIZE=4": lambda b: Batch(*b[:2], *(x if x is None else x[::2] for x in b[2:])),
     "training disagree by": lambda b: b._replace(rollout_logprobs=b.rollout_logprobs - 11.5),
 }

@@ -139,10 +139,10 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
 
 
 def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_run, capsys):
+    toy_run(STEPS=1)
     toy_run(STEPS=2)
-    toy_run(STEPS=4)
-    assert "STEPS was 2 and is now 4" in (said := capsys.readouterr().out)
-    assert "LR had fallen to 0 by step 2, where the run was to end. It now follows the schedule of a run of 4" in said
+    assert "STEPS was 1 and is now 2" in (said := capsys.readouterr().out)
+    assert "LR had fallen to 0 by step 1, where the run was to end. It now follows the schedule of a run of 2" in said
     toy_run("constant", STEPS=1, LR_SCHEDULE="constant")
     toy_run("constant", STEPS=2, LR_SCHEDULE="constant")
     assert "LR had fallen" not in capsys.readouterr().out

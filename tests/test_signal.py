@@ -128,6 +128,25 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
+def test_halves_of_an_odd_group_leave_its_last_answer_out(toy_settings):
+    """As if it had not been drawn."""
+    toy_settings(GROUP_SIZE=5)
+    model, found = toy.model(), []
+    rollouts = list(signal.ask(model, toy.questions(3), 1.0))
+    for G in (5, 4):
+        toy_settings(GROUP_SIZE=G)
+        kept = [torch.arange(len(answers)) % 5 < G for _, answers in rollouts]
+        parts = [
+            (
+                type(batch)(*batch[:2], *(x if x is None else x[keep] for x in batch[2:])),
+                [a for a, k in zip(some, keep) if k],
+            )
+            for keep, (batch, some) in zip(kept, rollouts)
+        ]
+        found.append(signal.gradients(model, None, parts)["halves"])
+    assert torch.allclose(*found, atol=1e-5) and found[0].any()
+
+
 ROWS = "all +4 ", "noise of a step +between", "short ", "long ", "long, even alone "
 
 

@@ -38,8 +38,8 @@ def questions_about(task, text, data, seed, config):
 
 
 def ask(model, task, question, known, temperature, count):
-    """Prints the question, its answers, one greedy and `count` sampled, and if it is known the truth, by which they are
-    graded."""
+    """Prints the question and its answers, one greedy and `count` sampled. If the truth is known, they are graded, and
+    the truth follows."""
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
@@ -50,7 +50,7 @@ def ask(model, task, question, known, temperature, count):
 
 
 def in_short(truth):
-    """A truth for people: the parts of one that has names in lines of their own, short ones first, long ones cut."""
+    """A truth for people to read: named parts get a line each, short ones first, and long ones are cut off."""
     parts = truth.items() if isinstance(truth, dict) else [("", truth)]
     lines = [f"truth, {name}: {in_words(part)}" if name else f"truth: {in_words(part)}" for name, part in parts]
     return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))

@@ -1,10 +1,10 @@
-"""Speed: seconds of a rollout and of a whole step, beside transformers and TRL.
+"""Speed: seconds of a rollout and of a whole step, compared with transformers and TRL.
 
 python -m tools.bench [W1 W2 W3 W4 W5 W6 W7] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
 
 Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
-take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. Where other
-programs share the CPU, its seconds that each process had say more than the clock; OMP_NUM_THREADS=1 keeps them apart.
+take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. If other
+programs share the CPU, a process's seconds of CPU time say more than the clock; OMP_NUM_THREADS=1 makes them exact.
 """
 
 import argparse
@@ -43,7 +43,7 @@ QWEN |= dict(num_attention_heads=14, num_key_value_heads=2, rope_theta=1e6, arch
 
 class Workload(NamedTuple):
     what: str
-    config: GPTConfig | dict  # or what config.json says of another architecture
+    config: GPTConfig | dict  # or the entries of config.json for another architecture
     prompts: int  # B
     group: int  # G
     new: int  # T
@@ -79,7 +79,7 @@ def clock(device):
 
 @contextlib.contextmanager
 def timed(who, seconds, device):
-    """`seconds` gets those of what runs inside, by the clock and of this process's CPU; it is named when it begins."""
+    """Puts into `seconds` what its body takes, by the clock and in this process's CPU time; prints the name first."""
     print(f"  {who:40}", end="", flush=True)
     start = clock(device), time.process_time()
     yield
@@ -91,7 +91,7 @@ def timed(who, seconds, device):
 
 
 def random_prompts(count, tokens):
-    """Texts of about so many bytes, a token each, the same at every call."""
+    """Texts of about `tokens` bytes, each of which is a token; the same at every call."""
     rng = random.Random(0)
     return ["".join(rng.choices(string.ascii_letters, k=rng.randint(tokens - 10, tokens + 10))) for _ in range(count)]
 
@@ -136,7 +136,7 @@ def prepare(w, prompts, device, dtype):
 
 
 def multiplications(w, model, prompts):
-    """With the weights: a rollout is one forward pass, a step one more and a backward pass of two, or a reference's."""
+    """Those with weights. A rollout is a forward pass; a step adds another, a backward pass of two, a reference's."""
     new = w.prompts * w.group * w.new
     forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
     forward += model.head_weight.numel() * new
@@ -144,7 +144,7 @@ def multiplications(w, model, prompts):
 
 
 def multiplication_rate(device, dtype):
-    """In a large product, by the clock of a GPU or in CPU seconds, on this machine at this moment."""
+    """Multiplications per second in a large product, by the clock on a GPU or in CPU time, at this moment."""
     x, weight = torch.ones(4096, 1024, device=device, dtype=dtype), torch.ones(1024, 1024, device=device, dtype=dtype)
 
     def product():
@@ -157,13 +157,13 @@ def multiplication_rate(device, dtype):
 
 # ---- transformers and TRL -------------------------------------------------------------------------------------
 
-TRANSFORMERS = {  # what the model is made with
+TRANSFORMERS = {  # arguments of the model
     "transformers, default": {},
     "transformers, float32": {"dtype": "float32"},
     "transformers, bfloat16": {"dtype": "bfloat16"},
 }
 PLAIN = {"bf16": False, "gradient_checkpointing": False}
-TRL = {  # the same, and what GRPOConfig gets beside what the work itself asks for
+TRL = {  # the same, and arguments of GRPOConfig beside those of the workload
     "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
     "TRL, float32": ({"dtype": "float32"}, PLAIN),
     "TRL, bfloat16": ({"dtype": "bfloat16"}, PLAIN),
@@ -173,13 +173,13 @@ TRL = {  # the same, and what GRPOConfig gets beside what the work itself asks f
 
 
 def fused(w, options):
-    """What a model is made with where it is not the default: of GPT-2 their gelu_new is many small operations."""
+    """The arguments of a model that does not have the defaults: transformers' gelu_new is many small operations."""
     gpt2 = isinstance(w.config, GPTConfig)
     return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
 
 
 def transformers_rounds(w, prompts, folder, device, runs, turn, whom=TRANSFORMERS):
-    """Rounds with transformers' generate in some of its settings, with the weights in `folder`."""
+    """Rounds with transformers' generate in some settings, with the weights in `folder`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
@@ -279,23 +279,23 @@ def measure(w, device, dtype, runs, only):
     load = os.getloadavg()[1]  # of five minutes
     print(f"  peak memory of nanorook {memory:.1f} GB, load of the machine {load:.1f}")
     unit = "s" if device.type == "cuda" else "s of CPU"
-    print(f"  no program can take less than {least:.3f} {unit}, by its products with the weights")
+    print(f"  lower bound: {least:.3f} {unit} for the products with the weights alone")
     return {**w._asdict(), "peak_memory_gb": memory, "least_seconds": least, "load": load, **summary(rounds, w)}
 
 
 def summary(rounds, w):
-    """Medians of the seconds, and of the rounds' ratios, each by the clock and of the CPU."""
+    """Medians of the seconds, and of the rounds' ratios, each by the clock and in CPU time."""
     seconds, ratios = [median(s["nanorook"][i] for s in rounds) for i in (0, 1)], {}
     tokens = w.prompts * w.group * w.new / seconds[0]  # a second
     print("  median {:.3f} s, {:.3f} s of CPU, {:,.0f} tokens/s".format(*seconds, tokens))
     for who in dict.fromkeys(who for s in rounds for who in s if who != "nanorook"):
         ratios[who] = [median(s[who][i] / s["nanorook"][i] for s in rounds if who in s) for i in (0, 1)]
-        print("  {} takes {:.2f} times as long, {:.2f} times the CPU".format(who, *ratios[who]), flush=True)
+        print("  {} takes {:.2f} times as long, {:.2f} times the CPU time".format(who, *ratios[who]), flush=True)
     return {"seconds": seconds, "tokens_per_second": tokens, "ratios": ratios, "rounds": rounds}
 
 
 def main():
-    # Before transformers is imported: the screen shows what is measured alone
+    # Before transformers is imported: the screen is to show only what is measured
     os.environ.update(TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     warnings.simplefilter("ignore")
     device = hardware.choose_device()
@@ -303,8 +303,8 @@ def main():
     p = argparse.ArgumentParser("python -m tools.bench", description=__doc__.split("\n")[0])
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], metavar="WORKLOAD",
                    help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
-    p.add_argument("--runs", type=number(int, 1), default=3, help="rounds, of which a number is the median")
-    p.add_argument("--only", default="", metavar="NAME", help="of the others those with NAME in theirs; nanorook: none")
+    p.add_argument("--runs", type=number(int, 1), default=3, help="number of rounds; figures are their medians")
+    p.add_argument("--only", default="", metavar="NAME", help="compare only with those named like this; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()

@@ -196,7 +196,7 @@ def completions(model, batch, samples):
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
         (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
-        (wrong, f"The mask of {wrong} does not end with the end token, which is then not trained: use lengths."),
+        (wrong, f"The mask of {wrong} does not end with the end token, which goes untrained: make it from lengths."),
         (foreign, f"The tokens of {foreign} are not the text that was graded: keep the sampled ids as they are."),
     )  # fmt: skip
 

@@ -287,8 +287,8 @@ def ticks(low, high, count):
 
 
 def cards(runs):
-    """Questions with their answers, each once: those of the first and the last evaluation, or of several runs the last
-    ones. Of each kind it is the questions with the lowest and with the highest reward of the last answer."""
+    """Each question once with its answers: those of the first and the last evaluation, or each of several runs' last.
+    Those of each kind whose last answer has the lowest or the highest reward are shown."""
     questions, most, page = {}, {}, ""
     for run in runs:
         steps = [sample["step"] for sample in run.samples]
@@ -324,7 +324,7 @@ def card(answers, most):
 
 
 def shown(run, sample):
-    """What the run's task shows with an answer, as HTML."""
+    """What the run's task shows beside an answer, as HTML."""
     question = Question(**{name: sample[name] for name in Question._fields if name in sample})
     text = run.show(question, sample["completion"])
     text = text if text.startswith("<") else f"<pre>{escape(text)}</pre>"
@@ -332,7 +332,7 @@ def shown(run, sample):
 
 
 def judged(sample):
-    """{(start, end): {piece: value}}: what is paid for a part of the answer, by pieces that judge it first of all."""
+    """{(start, end): {piece: value}}: what the pieces pay that judge this part of the answer first of all."""
     parts = {}
     for name, value, *places in sample["pieces"]:
         if places:
@@ -367,7 +367,7 @@ def write(*folders):
     titles = [legend([run]) for run in named] or [""]
     skill = "".join(f"<h3>{escape(kind)}</h3>{plots(runs, skill_panels(names, kind))}" for kind in kinds)
     panels = training_panels(names, kinds)
-    page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: what is put in stays
+    page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # at once: inserted text stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
         table=skill_table(runs), states="".join(map(states, runs, titles)), samples=cards(runs),
         settings=settings(runs),

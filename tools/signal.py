@@ -1,4 +1,4 @@
-"""Signal: how much of a step's gradient do all questions have in common, and how much is the chance of a few?
+"""Signal: how much of a step's gradient is common to all questions, and how much is chance?
 
 python -m tools.signal                                  the default step, before hours are spent on it
 python -m tools.signal TASK=mine.py QUESTIONS=128       settings as train.py takes them, and QUESTIONS
@@ -7,7 +7,7 @@ python -m tools.signal MODEL=out/step-000040            with the settings of the
 The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + noise / n on average. The gradients of
 different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
 questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Noise
-comes from which questions are drawn, and from which answers to them; more answers to each lessen only the second
+comes from which questions are drawn, and from which answers to them; more answers to each reduce only the second
 ("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/signal.md explains the tables.
 """
 
@@ -33,16 +33,16 @@ from rollout import Batch
 from tools.doctor import ask, prepare
 
 heading("Signal")
-QUESTIONS = setting("QUESTIONS", 64, "asked about, of each kind as many as a step of this size has", low=3)
-REFERENCE = setting("REFERENCE", "", "where MODEL is trained: the model its KL is to (at the start it has no gradient)")
+QUESTIONS = setting("QUESTIONS", 64, "number of questions, with the mix of kinds that a step of this size has", low=3)
+REFERENCE = setting("REFERENCE", "", "for a trained MODEL: the reference of its KL, which has no gradient at the start")
 
-SKETCH = 65537  # numbers that stand for a gradient; odd, so that the entries of one column do not meet
+SKETCH = 65537  # numbers that represent a gradient; odd, so that the entries of one column do not meet
 SET, HALVES = "as set", "halves"
 
 
 def jackknife(rows, estimate):
     """An estimate, made of three means (see signal and between), and the half-width of its 95 % interval, which comes
-    from leaving out each question in turn: one heavy answer widens it, and does not pass for signal.
+    from leaving out each question in turn, so one heavy answer widens it and does not pass for signal.
     rows (n, d + 1): for each question the mean gradient of its groups, or a sketch of it; last, their mean square."""
     n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
     if n < 3:  # without one there is no product
@@ -68,7 +68,7 @@ def between(rows):
 
 
 def noise_scale(share):
-    """The questions at which half is signal, where `share` is that of one question."""
+    """The number of questions at which half is signal, if `share` of one question's is."""
     return max(0.0, 1 / share - 1) if share > 0 else torch.inf
 
 
@@ -88,8 +88,8 @@ def describe(rows, answers=1):
 
 
 def projection(model):
-    """A function that makes a gradient SKETCH numbers, and its square. Products of such sketches are right on average,
-    and less wrong than by what they vary from question to question."""
+    """A function that reduces a gradient to SKETCH numbers and its square. Products of sketches are right on average,
+    with an error below their variation from question to question."""
     count, generator = sum(p.numel() for p in model.parameters()), torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1).to(model.wte.weight.device)
 
