@@ -27,11 +27,9 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 
 def credit(rewards, ends, T):
     """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
-
-    rewards: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
-    ends: for each answer the number of characters up to the end of each token. A token belongs to the span that its
-    last character is in. A piece without spans judges the whole answer, as does one that an answer lacks, with value 0.
-    """
+    `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
+    `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
+    last character is in. A piece without spans judges all tokens; a piece that an answer lacks does, too, with 0."""
     names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
     piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
@@ -95,8 +93,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
     With one update from a batch the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
     has the gradient of -A·log p. They differ only in how they average over tokens.
     """
-    mask = mask.bool()
-    advantages = advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for all tokens of an answer
+    mask, advantages = mask.bool(), advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for a whole answer
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
@@ -122,9 +119,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 def loss_normalizer(mask, loss, max_completion_tokens):
     """The divisor of a sum over these rows. Like gradients, it adds up over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
-    if loss == "grpo":
-        return rows
-    return rows * max_completion_tokens if loss == "dr_grpo" else mask.sum()
+    divisors = {"grpo": rows, "dr_grpo": rows * max_completion_tokens}
+    return divisors.get(loss, mask.sum())  # the other losses are means over tokens
 
 
 def aggregate(per_token, mask, loss, normalizer):
@@ -179,8 +175,8 @@ def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
 
     def of_rows(states, tokens):
         logits = head(states) if head else states
-        wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays
-        logp = (logits.to(wide) / temperature).log_softmax(-1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
+        logp = (logits / temperature).log_softmax(-1)
         entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
         return logp.gather(-1, tokens[..., None])[..., 0], entropy
 

@@ -54,12 +54,10 @@ class Answer(NamedTuple):
 
 
 def sample(model, questions, group_size, limits, temperature=1.0, noise=None, max_rows=None):
-    """Samples `group_size` answers to each question. Yields (Batch, its Answers) several times, as a Batch has one kind
-    of question and, if `max_rows` is given, at most that many rows, or one group. A kind's questions keep their order.
-
-    `limits`: {kind: most tokens of an answer}. `noise`: uniform numbers (questions, group_size, the largest limit),
-    which alone determine what is drawn: an answer does not depend on what is sampled beside it.
-    """
+    """Samples `group_size` answers to each question. Yields (Batch, its Answers), kind by kind; if a kind has more than
+    `max_rows` rows, in several batches of whole groups. `limits`: {kind: most tokens of an answer}. `noise`: uniform
+    numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not depend
+    on what is sampled beside it."""
     alike = {}  # {(kind, stop, stop_after): indices of questions}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
@@ -101,10 +99,8 @@ def detokenize(tokenizer, tokens):
 @torch.no_grad()
 def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, ends=None):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
-
     `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(most_new)),
-    drawn here if not given. `ends`: as end_tokens() returns them; if not given, config.json's.
-    """
+    drawn here if not given. `ends`: as end_tokens() returns them; if not given, config.json's."""
     device, eos = model.wte.weight.device, model.config.eos_token_id  # eos is -1 if the model has none
     prompt_tokens, lengths = pad_prompts(prompts, device)
     N, T, on_cuda = len(prompts) * group_size, max(most_new), device.type == "cuda"
@@ -124,18 +120,15 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     prefix = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
     prefix.layers = [[x.to(dtype).contiguous() for x in layer] for layer in prefix.layers]
-    slots = T if on_cuda else 0  # a graph needs a cache of fixed size; on a CPU it grows, as attention reads all of it
-    cache = [[x.new_zeros(*x.shape[:2], group_size, slots, x.shape[3]) for x in layer] for layer in prefix.layers]
-    replay = None
+    cache = [[x.new_zeros(*x.shape[:2], group_size, 0, x.shape[3]) for x in layer] for layer in prefix.layers]
+    grow_by = T if on_cuda else GROW_BY  # a graph needs a fixed size, but attention reads all that there is
     for t in range(T):
-        if t % GROW_BY == 0 and not on_cuda:
-            cache = [[F.pad(x, (0, 0, 0, min(GROW_BY, T - t))) for x in layer] for layer in cache]
-        if replay:
-            replay()
-        else:
-            decode_step(model, prefix, cache, rows, temperature)
-        if t == 0 and on_cuda:  # not before: the first step loads libraries, which must not happen in a capture
-            replay = capture(device, model, prefix, cache, rows, temperature)
+        if t % grow_by == 0:
+            cache = [[F.pad(x, (0, 0, 0, min(grow_by, T - t))) for x in layer] for layer in cache]
+            step = functools.partial(decode_step, model, prefix, cache, rows, temperature)
+        step()
+        if t == 0 and on_cuda:  # the first step has loaded the libraries, which must not happen in a capture
+            step = captured(step, device)
         if (t + 1) % CHECK_EVERY == 0 and not rows.alive.any():  # GPU sync
             break
 
@@ -176,11 +169,11 @@ def decode_step(model, prefix, cache, rows, temperature):
     rows.t.add_(1)
 
 
-def capture(device, *args):
-    """decode_step(*args), a hundred kernels, as one CUDA graph: returns the function that launches it."""
+def captured(step, device):
+    """The hundred kernels of a step as one CUDA graph, which is launched once for each token."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
-        decode_step(*args)
+        step()
     return graph.replay
 
 
@@ -194,8 +187,8 @@ def draw(logprobs, uniform):
     """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
     cumulative probability exceeds it."""
     cumulative = logprobs.exp().cumsum_(-1)
-    threshold = uniform[:, None] * (1 - 1e-6) * cumulative[:, -1:]  # the factor keeps it below the last sum
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
+    target = uniform[:, None] * (1 - 1e-6) * cumulative[:, -1:]  # the factor keeps it below the last sum
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
 
 
 def microbatches(batch, most_tokens, has_kl):
