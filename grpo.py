@@ -29,7 +29,7 @@ def credit(rewards, ends, T):
     """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
     `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
     `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
-    last character is in. A piece without spans judges all tokens; a piece that an answer lacks does, too, with 0."""
+    last character is in. A piece without spans judges all tokens; a piece that an answer lacks is worth 0 on each."""
     names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
     piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
@@ -46,12 +46,12 @@ def credit(rewards, ends, T):
 def advantages(values, group_size, scale="none", best_of=1):
     """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
 
-    scale="none"  v - mean; dividing it would favour prompts whose answers score about the same (Liu et al., 2025)
+    scale="none"  v - mean; dividing would favour prompts whose answers score much alike (Liu et al., 2025, Dr. GRPO)
     scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
                   several pieces the root of the sum of their variances, as the variance of their sum may be 0
 
-    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the difference of each to the one
-    below is multiplied by a weight, and all are added up again: the order stays. If c answers have the value or more:
+    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences of neighbours are
+    multiplied by weights and added up again, so the order stays. The weight below a value that c answers reach:
 
     scale   best_of  weight of a difference         v - mean is then the gradient of
     "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
@@ -61,7 +61,8 @@ def advantages(values, group_size, scale="none", best_of=1):
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
     alike = groups.amax(1) - groups.amin(1) <= 1e-6  # (B, K); their advantages are 0, not the mean's rounding error
     if scale == "mean" or best_of > 1:
-        G, k, C, counts = group_size, best_of, math.comb, range(group_size - 1, 0, -1)
+        G, k, C = group_size, best_of, math.comb
+        counts = range(G - 1, 0, -1)  # c of each difference, from the lowest to the highest
         weights = [C(G - 1 - c, k - 1) / C(G - 1, k - 1) for c in counts]
         if scale == "mean":
             weights = [weight / (1 - C(G - c, k) / C(G, k)) for weight, c in zip(weights, counts)]

@@ -54,14 +54,14 @@ class Answer(NamedTuple):
 
 
 def sample(model, questions, group_size, limits, temperature=1.0, noise=None, max_rows=None):
-    """Samples `group_size` answers to each question. Yields (Batch, its Answers), kind by kind; if a kind has more than
-    `max_rows` rows, in several batches of whole groups. `limits`: {kind: most tokens of an answer}. `noise`: uniform
-    numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not depend
-    on what is sampled beside it."""
+    """Samples `group_size` answers to each question. Yields (Batch, its Answers), one kind after another, each in order
+    and in batches of whole groups, of `max_rows` rows at most. `limits`: {kind: most tokens of an answer}. `noise`:
+    uniform numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not
+    depend on what is sampled beside it."""
     alike = {}  # {(kind, stop, stop_after): indices of questions}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
-    size = max(1, max_rows // group_size) if max_rows else len(questions)
+    size = max(1, max_rows // group_size) if max_rows else len(questions)  # questions in a batch
     parts = [(key, indices[i : i + size]) for key, indices in alike.items() for i in range(0, len(indices), size)]
     for (kind, stop, stop_after), indices in parts:
         prompts = [prompt_ids(questions[i].prompt, model.tokenizer) for i in indices]
@@ -105,7 +105,7 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     prompt_tokens, lengths = pad_prompts(prompts, device)
     N, T, on_cuda = len(prompts) * group_size, max(most_new), device.type == "cuda"
     ends = {token: t for token, t in (ends or {eos: 0}).items() if token >= 0}
-    end_from = torch.full((model.config.vocab_size,), T)  # most tokens end no answer: none has a token number T
+    end_from = torch.full((model.config.vocab_size,), T)  # T means never: t is always below it
     end_from[[*ends]] = torch.tensor([*ends.values()], dtype=torch.long)
     rows = Rows(
         t=torch.zeros(1, dtype=torch.long, device=device),
@@ -120,8 +120,9 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     prefix = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
     prefix.layers = [[x.to(dtype).contiguous() for x in layer] for layer in prefix.layers]
+    # (B, H, G, slots, D) for each layer. A graph needs all slots from the start; a CPU is faster with few at first.
     cache = [[x.new_zeros(*x.shape[:2], group_size, 0, x.shape[3]) for x in layer] for layer in prefix.layers]
-    grow_by = T if on_cuda else GROW_BY  # a graph needs a fixed size, but attention reads all that there is
+    grow_by = T if on_cuda else GROW_BY
     for t in range(T):
         if t % grow_by == 0:
             cache = [[F.pad(x, (0, 0, 0, min(grow_by, T - t))) for x in layer] for layer in cache]

@@ -44,8 +44,8 @@ settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settin
 
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; above 50M parameters with defaults for its size (nanorook/sizes.py); empty: the task's own start model")
-SIZED                   = sizes.defaults(MODEL, task)
-settings.take_defaults(task.DEFAULTS | SIZED)
+SIZE_DEFAULTS           = sizes.defaults(MODEL, task)  # none for a small model
+settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # from here on both
 DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -104,7 +104,7 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
-        values = values[shuffled(answers, group_size, seed)]
+        values = values[shuffled(answers, group_size, seed)]  # each answer has those of a random one in its group
     by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): a token's is the sum of the pieces that judge it
     if CONTROL == "zero":
@@ -126,7 +126,7 @@ def compiled_score():
 
 
 def loss_and_sums(logprobs, batch, normalizer, kl_coef):
-    """What a batch adds to the loss; and for the metrics, sums over its tokens."""
+    """What a batch adds to the loss, and for the metrics sums over its tokens."""
     mask, old_logprobs = batch.completion_mask, batch.old_logprobs
     loss, sums = grpo.policy_loss(
         logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
@@ -144,17 +144,17 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
 
 def plan_memory(model, questions):
     """The most tokens of a microbatch. If memory is too small for it, the backward pass recomputes blocks."""
-    keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)  # of one token
-    largest = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a group is never split
-    model.recompute = hardware.must_recompute(model, largest, keys)
-    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
+    longest_sequence = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
+    least = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
+    model.recompute = hardware.must_recompute(model, least, longest_sequence)
+    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, longest_sequence)
 
 
 def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step; returns metrics."""
     parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
-    longest = max(task.LIMITS.values())
-    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts))
+    limit = max(task.LIMITS.values())
+    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part, _ in parts))
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = {}  # over the tokens of all parts
@@ -231,7 +231,7 @@ def evaluate_and_record(run, model, questions, title):
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
-    run.best = max(run.best, (sum(rewards), run.step))
+    run.best = max(run.best, (sum(rewards), run.step))  # the sum over kinds
     if parallel.rank() == 0:
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
@@ -245,12 +245,12 @@ def evaluate_and_record(run, model, questions, title):
 
 
 def make_optimizers(model):
-    """A list, as there may be several, each with parameters of its own. `lr` is the highest; the schedule lowers it."""
+    """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
     return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
 def make_reference(model):
-    return copy.deepcopy(model).inference_copy(model.dtype)  # which would otherwise share weights with the policy
+    return copy.deepcopy(model).inference_copy(model.dtype)  # alone, an inference copy would share the policy's weights
 
 
 def start():
@@ -296,7 +296,7 @@ def start():
     if MICROBATCH_TOKENS or not run.microbatch:  # a resumed run keeps its own, as free memory may have changed
         run.microbatch = planned
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
-    parallel.log(sizes.in_words(SIZED))
+    parallel.log(sizes.in_words(SIZE_DEFAULTS))
     if lead and FRESH:  # only once model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions
@@ -310,7 +310,7 @@ def main():
     run.report = loggers.connect(REPORT_TO, run) if lead and REPORT_TO != "none" else None
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
     eval_steps = range(EVAL_EVERY, STEPS, EVAL_EVERY) if EVAL_EVERY else []  # between "before" and "after"
-    signals, stopping = catch_signals(), []
+    signals, stopping = catch_signals(), []  # `signals` receives those that arrive from now on
     while run.step < STEPS and not stopping:
         # Questions and answers
         step, clock = run.step, [time.perf_counter()]
@@ -335,7 +335,7 @@ def main():
         metrics = monitor.describe_answers(answers, GROUP_SIZE)
         metrics |= update(model, reference, optimizers, batches, run.microbatch)
         clock.append(time.perf_counter())
-        if step == 0:  # update() measured before it changed the weights that sampler, policy and reference agree
+        if step == 0:  # update() has compared sampler, policy and reference before it changed any weights
             monitor.check_start(metrics, model.dtype, task.LIMITS)
 
         # What happened
@@ -357,7 +357,7 @@ def main():
         if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
-            run.good = snapshot  # from before this update: its answers and their KL have just been seen to be sound
+            run.good = snapshot  # the state before this update: its answers and their KL were sound
 
         # Evaluation, checkpoint
         stopping = parallel.gather(signals)
