@@ -40,6 +40,11 @@ def test_the_truth_of_a_position_is_what_the_engine_says_and_a_few_of_the_legal_
     assert legal.startswith("truth, legal: g1h3, g1f3, ") and legal.endswith(" ...")
 
 
+def test_a_truth_is_written_for_people():
+    assert ask.in_short([7, ("+", 2), ["-", 4]]) == "truth: 7, + 2, - 4"
+    assert ask.in_short({"long": ["word"] * 50, "a": {"b": 0.5, "c": "\x1b"}}).startswith("truth, a: b 0.5, c \\x1b\n")
+
+
 @pytest.mark.parametrize("fen", [FEN, FEN.rsplit(" ", 2)[0]])
 def test_a_move_may_be_asked_about_in_either_notation(fen, byte_model):
     moves = "Nf3", "g1f3", "e4", "e2e4", "g1g3"

@@ -56,10 +56,11 @@ def in_short(truth):
     return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))
 
 
-def in_words(part):
+def in_words(part, separator=", "):
     if isinstance(part, dict):
-        return ", ".join(f"{name} {in_words(value)}" for name, value in part.items())
-    return ", ".join(map(in_words, part)) if isinstance(part, list | tuple) else printable(str(part))
+        part = [*part.items()]
+    nested = isinstance(part, list | tuple)
+    return separator.join(in_words(one, " ") for one in part) if nested else printable(str(part))
 
 
 def main():
