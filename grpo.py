@@ -51,9 +51,9 @@ def advantages(values, group_size, scale="none", best_of=1):
                   several pieces the root of the sum of their variances, as the variance of their sum may be 0
 
     scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences of neighbours are
-    multiplied by weights and added up again, so the order stays. The weight below a value that c answers reach:
+    multiplied by weights and added up again, so the order stays. If c answers reach the upper value of a difference:
 
-    scale   best_of  weight of a difference         v - mean is then the gradient of
+    scale   best_of  its weight                     v - mean is then the gradient of
     "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
     "mean"  1        G / c                          ∫ log P(v > x) dx (MaxRL, arXiv 2602.02710), to order G-1 in 1 - P
     "mean"  k        that of "none" / (1 - C(G-c, k) / C(G, k))    ∫ log P(best of k > x) dx, likewise
@@ -168,8 +168,7 @@ def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
     the logits (N, T, V) of `states` (N, T, C); without a head, `states` are the logits.
 
     The entropy has no gradient: it is a metric. Logits are the largest tensors of all: their fp32 copies exist for a
-    few rows at a time, and so do logits beyond 2^28 numbers; the backward pass computes both again.
-    """
+    few rows at a time, and so do logits beyond 2^28 numbers; the backward pass computes both again."""
     if head and tokens.numel() * V <= 2**28:
         states, head = head(states), None  # (N, T, V)
     V = V if head else states.shape[2]

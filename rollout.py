@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nanorook.settings import fail
 from nanorook.task import prompt_ids
 
-CHECK_EVERY = 8  # tokens between two checks whether all rows have ended, each of which is a GPU sync
+CHECK_EVERY = 8  # tokens between checks whether all rows have ended; each check is a GPU sync
 GROW_BY = 16  # tokens by which a CPU's cache grows
 
 
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # (N, T) filled up with the end token
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
     rollout_logprobs: torch.Tensor  # (N, T) under the distribution that was sampled; 0 outside the mask, and if greedy
-    hit_limit: torch.Tensor  # (N,) True where its limit cut a row off
+    hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     advantages: torch.Tensor | None = None  # (N, T)
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
@@ -70,8 +70,8 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
             fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                  f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
         row_noise = None if noise is None else noise[indices, :, : max(most_new)].flatten(0, 1)  # (N, T)
-        ends = end_tokens(model.tokenizer, kind, stop, stop_after)
-        batch = generate(model, prompts, group_size, most_new, temperature, row_noise, ends)
+        stop_tokens = end_tokens(model.tokenizer, kind, stop, stop_after)
+        batch = generate(model, prompts, group_size, most_new, temperature, row_noise, stop_tokens)
         asked = [questions[i] for i in indices for _ in range(group_size)]
         rows = zip(asked, batch.tokens.tolist(), batch.completion_mask.sum(1).tolist(), batch.hit_limit.tolist())
         yield batch, [Answer(q, *detokenize(model.tokenizer, row[:length]), cut) for q, row, length, cut in rows]
@@ -97,16 +97,16 @@ def detokenize(tokenizer, tokens):
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, ends=None):
+def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, stop_tokens=None):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
     `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(most_new)),
-    drawn here if not given. `ends`: as end_tokens() returns them; if not given, config.json's."""
+    drawn here if not given. `stop_tokens`: as end_tokens() returns them; if not given, config.json's."""
     device, eos = model.wte.weight.device, model.config.eos_token_id  # eos is -1 if the model has none
     prompt_tokens, lengths = pad_prompts(prompts, device)
     N, T, on_cuda = len(prompts) * group_size, max(most_new), device.type == "cuda"
-    ends = {token: t for token, t in (ends or {eos: 0}).items() if token >= 0}
+    stop_tokens = {token: t for token, t in (stop_tokens or {eos: 0}).items() if token >= 0}
     end_from = torch.full((model.config.vocab_size,), T)  # T means never: t is always below it
-    end_from[[*ends]] = torch.tensor([*ends.values()], dtype=torch.long)
+    end_from[[*stop_tokens]] = torch.tensor([*stop_tokens.values()], dtype=torch.long)
     rows = Rows(
         t=torch.zeros(1, dtype=torch.long, device=device),
         newest=prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0),

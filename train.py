@@ -45,7 +45,7 @@ settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settin
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; above 50M parameters with defaults for its size (nanorook/sizes.py); empty: the task's own start model")
 SIZE_DEFAULTS           = sizes.defaults(MODEL, task)  # none for a small model
-settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # from here on both
+settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # again, with those for the model's size
 DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -145,8 +145,8 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
 def plan_memory(model, questions):
     """The most tokens of a microbatch. If memory is too small for it, the backward pass recomputes blocks."""
     longest_sequence = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    least = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
-    model.recompute = hardware.must_recompute(model, least, longest_sequence)
+    must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
+    model.recompute = hardware.must_recompute(model, must_fit, longest_sequence)
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, longest_sequence)
 
 
