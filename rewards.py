@@ -11,20 +11,17 @@ Two kinds of questions, and two more that ask for the first candidate of a polic
 Stockfish's labels say which moves are good; python-chess knows everything else.
 """
 
-import random
 import re
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 import chess
 from rapidfuzz.distance import Levenshtein
-from tqdm import tqdm
 
 from nanorook import parallel
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
-from rook import board, positions, stockfish
+from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
@@ -38,7 +35,6 @@ RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a posit
 DEFAULTS = {}  # chess uses train.py's
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
-MATES = positions.BUILTIN.with_name("mates.txt.gz")
 ILLEGAL_SHARE = 1 / 3  # of the moves asked about; with fewer, the model stops recognising them
 
 
@@ -50,7 +46,7 @@ show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):
-    return with_mates(source, *load_positions(source))
+    return mating.beside(source, *load_positions(source))
 
 
 def load_positions(source):
@@ -65,35 +61,6 @@ def load_positions(source):
 def load_unfinished(source):
     """The positions with a legal move; those with labels need not be checked."""
     return [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
-
-
-def with_mates(source, *sides):
-    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
-    latter come from the data, too, unless one of the two sides has none."""
-    mates = load_mates() if all(sides) else ([], [])
-    if source != "builtin" and all(sides):
-        own = [find_mates(side) for side in sides]
-        parallel.log(f"{source} has {len(own[0])} positions with a mate in one to train on and {len(own[1])} held out"
-                     f"{'.' if all(own) else ', so questions about mates are about the embedded positions.'}")  # fmt: skip
-        mates = own if all(own) else mates
-    return [[("mates", p) for p in own] + [("moves", p) for p in side] for own, side in zip(mates, sides)]
-
-
-def find_mates(found):
-    """The positions with a mate in one, by the rules; where there are labels, they tell. At most 50,000 positions are
-    searched, which takes about 15 seconds without labels."""
-    found = [p for p in found if not p.moves or p.moves[0][1] == stockfish.MATE - 1]
-    found = random.Random(0).sample(found, min(50_000, len(found)))
-    found = tqdm(found, "looking for mates", leave=False, disable=parallel.rank() > 0 or None)
-    found = [p for p in found if positions.is_sound(p) and positions.mating_moves(chess.Board(p.fen))]
-    return positions.distinct(positions.Position(p.fen, (), ()) for p in found)
-
-
-@lru_cache(1)
-def load_mates():
-    """Positions with a mate in one: (to train on, held out)."""
-    fens = positions.read_text(MATES).splitlines()  # which examples/mates.py made of verified positions
-    return positions.split(positions.Position(fen, (), ()) for fen in fens)
 
 
 def make_questions(items, count, rng, config):

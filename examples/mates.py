@@ -14,7 +14,7 @@ import gzip
 
 import rewards
 from nanorook.settings import fail
-from rook import positions
+from rook import mating, positions
 from rook.stockfish import MATE
 
 DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.0, EVAL_POSITIONS=1000)
@@ -27,7 +27,7 @@ LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
 
 def load(source, config):
     """Items are those of chess; no label is needed."""
-    return rewards.with_mates(source, *positions.split(rewards.load_unfinished(source)))
+    return mating.beside(source, *positions.split(rewards.load_unfinished(source)))
 
 
 def make_questions(items, count, rng, config):

@@ -27,7 +27,7 @@ from nanorook.settings import fail, number
 from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
 from nanorook.task import graded
-from rook import games
+from rook import games, mating
 from rook.positions import Position, distinct, load, mating_moves
 
 TRIES = 16  # answers to each question of pass@k
@@ -165,7 +165,7 @@ def main():
         fail(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
     chosen = rng.sample(held, min(a.positions, len(held)))
-    pool = distinct([*held, *(rewards.load_mates()[1] if "builtin" in a.data else [])])
+    pool = distinct([*held, *(mating.embedded()[1] if "builtin" in a.data else [])])
     mates = with_mate(chess.Board(position.fen) for position in rng.sample(pool, len(pool)))
     asked = {"mate in one": mates[: a.positions]} if mates else {}
     for row, puzzles in (item for file in a.puzzles for item in read_puzzles(file, a.positions).items()):

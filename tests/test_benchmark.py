@@ -10,7 +10,7 @@ import pytest
 
 import rewards
 from nanorook.statistics import figure, known
-from rook import benchmark, games, positions, texts
+from rook import benchmark, games, mating, positions, texts
 from rook.label import write_position
 from test_games import answer_by, answer_of, true_environment
 
@@ -40,7 +40,7 @@ def measure(byte_model, monkeypatch):
 
 
 def mates(count):
-    return benchmark.with_mate(chess.Board(position.fen) for position in rewards.load_mates()[1][:count])
+    return benchmark.with_mate(chess.Board(position.fen) for position in mating.embedded()[1][:count])
 
 
 def test_a_perfect_player_is_perfect_in_every_row(measure):
@@ -83,10 +83,10 @@ def test_of_sixteen_answers_one_may_mate(measure):
 
 def test_mates_are_complete():
     assert len(found := mates(12)) == 12
-    for (fen, *_), mating, _ in found:
+    for (fen, *_), solutions, _ in found:
         board, mate = chess.Board(fen), chess.Termination.CHECKMATE
         expected = {move.uci() for move in board.legal_moves if positions.game_end(board.copy(), move) == mate}
-        assert positions.held_out(fen) and {*mating} == expected and expected
+        assert positions.held_out(fen) and {*solutions} == expected and expected
 
 
 def test_more_than_five_moves_may_mate(measure):

@@ -10,8 +10,8 @@ import rewards
 import rollout
 from examples import mates
 from nanorook.tokenizer import Tokenizer
+from rook import mating, texts
 from rook import positions as P
-from rook import texts
 from rook.positions import Position
 
 START = chess.STARTING_FEN
@@ -125,7 +125,7 @@ def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_the_labels(positions, side):
-    items = rewards.with_mates("builtin", *P.split(positions))[side]
+    items = mating.beside("builtin", *P.split(positions))[side]
     config = SimpleNamespace(extra={"chess_format": "expanded"})
     asked = rewards.make_questions(items, 100, random.Random(0), config)
     kinds = collections.Counter(question.kind for question in asked)
@@ -150,16 +150,16 @@ def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_t
 
 @pytest.mark.parametrize("load", [rewards.load, mates.load])
 def test_mates_are_those_of_a_users_data_if_both_sides_have_some(load, tmp_path, positions, capsys):
-    mating = [[p.fen for p in side[:3]] for side in rewards.load_mates()]
+    mate = [[p.fen for p in side[:3]] for side in mating.embedded()]
     quiet = [[p.fen for p in side if not P.mating_moves(chess.Board(p.fen))][:20] for side in P.split(positions[:600])]
-    for name, own in ("some", sum(mating, [])), ("train", mating[0]), ("none", []):
+    for name, own in ("some", sum(mate, [])), ("train", mate[0]), ("none", []):
         (tmp_path / name).write_text("\n".join(own + sum(quiet, [])))
         sides = load(tmp_path / name, None)
         found = [[p.fen for kind, p in side if kind == "mates"] for side in sides]
-        told = f"{name} has {sum(fen in own for fen in mating[0])} positions with a mate in one to train on and "
+        told = f"{name} has {sum(fen in own for fen in mate[0])} positions with a mate in one to train on and "
         assert told in (said := capsys.readouterr().out)
         assert said.endswith(", so questions about mates are about the embedded positions.\n") == (name != "some")
-        assert [*map(sorted, found)] == [*map(sorted, mating)] if name == "some" else len(found[0]) > 12_000
+        assert [*map(sorted, found)] == [*map(sorted, mate)] if name == "some" else len(found[0]) > 12_000
 
 
 def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
@@ -169,7 +169,7 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
         Position(fen, (), ((uci, cp),))
         for fen, uci, cp in ((MATE_IN_ONE, "a1a8", 99999), (START, "e2e4", 30), (FOOLS, "d7d6", 99998))
     )
-    assert [p.fen for p in rewards.find_mates([mate, quiet, later])] == looked == [MATE_IN_ONE]
+    assert [p.fen for p in mating.find([mate, quiet, later])] == looked == [MATE_IN_ONE]
 
 
 def test_fewer_positions_than_questions_are_filled_up_with_mates():

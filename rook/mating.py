@@ -1,0 +1,44 @@
+"""Positions with a mate in one, which questions about mates ask about: the embedded ones, or those of a user's data."""
+
+import random
+from functools import lru_cache
+
+import chess
+from tqdm import tqdm
+
+from nanorook import parallel
+from rook import positions
+from rook.positions import Position
+from rook.stockfish import MATE
+
+MATES = positions.BUILTIN.with_name("mates.txt.gz")
+
+
+def beside(source, *sides):
+    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
+    latter come from the data, too, unless one of the two sides has none."""
+    mates = embedded() if all(sides) else ([], [])
+    if source != "builtin" and all(sides):
+        own = [find(side) for side in sides]
+        instead = "" if all(own) else ", so questions about mates are about the embedded positions"
+        parallel.log(f"{source} has {len(own[0])} positions with a mate in one to train on and {len(own[1])} held out"
+                     f"{instead}.")  # fmt: skip
+        mates = own if all(own) else mates
+    return [[("mates", p) for p in own] + [("moves", p) for p in side] for own, side in zip(mates, sides)]
+
+
+def find(found):
+    """The positions with a mate in one, by the rules; where there are labels, they tell. At most 50,000 positions are
+    searched, which takes about 15 seconds without labels."""
+    found = [p for p in found if not p.moves or p.moves[0][1] == MATE - 1]
+    found = random.Random(0).sample(found, min(50_000, len(found)))
+    found = tqdm(found, "looking for mates", leave=False, disable=parallel.rank() > 0 or None)
+    found = [p for p in found if positions.is_sound(p) and positions.mating_moves(chess.Board(p.fen))]
+    return positions.distinct(Position(p.fen, (), ()) for p in found)
+
+
+@lru_cache(1)
+def embedded():
+    """Positions with a mate in one: (to train on, held out)."""
+    fens = positions.read_text(MATES).splitlines()  # which examples/mates.py made of verified positions
+    return positions.split(Position(fen, (), ()) for fen in fens)
