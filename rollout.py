@@ -17,7 +17,7 @@ from nanorook.settings import fail
 from nanorook.task import prompt_ids
 
 CHECK_EVERY = 8  # tokens between checks whether all rows have ended; each check is a GPU sync
-GROW_BY = 16  # tokens by which a CPU's cache grows
+GROW_BY = 16  # tokens by which a CPU's cache grows; attention reads all of it
 
 
 class Batch(NamedTuple):
