@@ -5,7 +5,6 @@ A `mask` (N, T) is true on completion tokens, the end token included. Values out
 Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """
 
-import functools
 import math
 from bisect import bisect_right
 
@@ -26,50 +25,50 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 # ---- Credit and advantages ---------------------------------------------------------------------------------
 
 
-def credit(rewards, ends, tokens):
-    """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): the tokens it judges.
-
-    rewards: the pieces (name, value, span, span, ...) of each, a span being the (start, end) of characters; ends: for
-    each answer the character at which each of its T tokens ends. A token belongs to the span that its last character is
-    in. A piece without spans judges the whole answer. So does a piece that an answer lacks, with the value 0.
-    """
-    names = {name: k for k, name in enumerate(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))}
+def credit(rewards, ends, T):
+    """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
+    `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
+    `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
+    last character is in. A piece without spans judges all tokens; a piece that an answer lacks is worth 0 on each."""
+    names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
-    piece_mask = np.ones((len(rewards), tokens, len(names)), dtype=np.float32)
+    piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
     for n, pieces in enumerate(rewards):
         for name, value, *spans in pieces:
-            values[n, names[name]] = value
-            piece_mask[n, :, names[name]] = not spans
+            k = names.index(name)
+            values[n, k] = value
+            piece_mask[n, :, k] = 0 if spans else 1
             for start, end in spans:
-                piece_mask[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), names[name]] = 1
+                piece_mask[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), k] = 1
     return torch.from_numpy(values), torch.from_numpy(piece_mask)
 
 
 def advantages(values, group_size, scale="none", best_of=1):
     """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
 
-    scale="none"  v - mean: dividing it favours prompts whose answers score nearly the same (Liu et al., 2025, Dr. GRPO)
-    scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); of
-                  several pieces it is the root of their summed variances, as their sum may be constant
+    scale="none"  v - mean; dividing would favour prompts whose answers score much alike (Liu et al., 2025, Dr. GRPO)
+    scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
+                  several pieces the root of the sum of their variances, as the variance of their sum may be 0
 
-    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the step from each one to the
-    next is multiplied by a weight, and the steps are added up again, so that better stays better. With c answers above:
+    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences of neighbours are
+    multiplied by weights and added up again, so the order stays. If c answers reach the upper value of a difference:
 
-    scale   best_of  weight of a step               v - mean is then the gradient of
+    scale   best_of  its weight                     v - mean is then the gradient of
     "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
     "mean"  1        G / c                          ∫ log P(v > x) dx (MaxRL, arXiv 2602.02710), to order G-1 in 1 - P
-    "mean"  k        the first / (1 - C(G-c, k) / C(G, k))    ∫ log P(best of k > x) dx, likewise
+    "mean"  k        that of "none" / (1 - C(G-c, k) / C(G, k))    ∫ log P(best of k > x) dx, likewise
     """
     groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
-    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # otherwise the mean's rounding error is divided by nearly 0
+    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # (B, K); their advantages are 0, not the mean's rounding error
     if scale == "mean" or best_of > 1:
-        G, k, C, above = group_size, best_of, math.comb, range(group_size - 1, 0, -1)
-        weights = [C(G - 1 - c, k - 1) / C(G - 1, k - 1) for c in above]
+        G, k, C = group_size, best_of, math.comb
+        counts = range(G - 1, 0, -1)  # c of each difference, from the lowest to the highest
+        weights = [C(G - 1 - c, k - 1) / C(G - 1, k - 1) for c in counts]
         if scale == "mean":
-            weights = [weight / (1 - C(G - c, k) / C(G, k)) for weight, c in zip(weights, above)]
+            weights = [weight / (1 - C(G - c, k) / C(G, k)) for weight, c in zip(weights, counts)]
         ordered, order = groups.sort(1)  # (B, G, K)
-        steps = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0, *weights])[:, None]
-        groups = groups.scatter(1, order, steps.cumsum(1))
+        differences = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0, *weights])[:, None]
+        groups = groups.scatter(1, order, differences.cumsum(1))  # back in the order of the answers
     result = groups - groups.mean(1, keepdim=True)
     if scale == "std":
         result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
@@ -82,8 +81,8 @@ def advantages(values, group_size, scale="none", best_of=1):
 def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, clip_high, normalizer, weights=None):
     """The loss to minimise, and metrics: sums over tokens, so that those of microbatches add up.
 
-    Logprobs (N, T) are of the policy in training, with gradient, and of the policy that sampled. `normalizer` is
-    loss_normalizer's, of the whole batch; `weights` (N, T) are importance_weights'.
+    `logprobs` (N, T), with gradient, are those of the policy in training, `old_logprobs` those of the policy that
+    sampled. `normalizer` is loss_normalizer() of the whole batch; `weights` (N, T) come from importance_weights().
 
     grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
              (Shao et al., 2024): a token of a long completion weighs less
@@ -95,7 +94,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
     With one update from a batch the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
     has the gradient of -A·log p. They differ only in how they average over tokens.
     """
-    mask, advantages = mask.bool(), advantages.view(len(mask), -1)  # (N, 1), or (N, T): each token has its own
+    mask, advantages = mask.bool(), advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for a whole answer
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
@@ -121,7 +120,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 def loss_normalizer(mask, loss, max_completion_tokens):
     """The divisor of a sum over these rows. Like gradients, it adds up over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
-    return {"grpo": rows, "dr_grpo": rows * max_completion_tokens}.get(loss, mask.sum())
+    divisors = {"grpo": rows, "dr_grpo": rows * max_completion_tokens}
+    return divisors.get(loss, mask.sum())  # the other losses are means over tokens
 
 
 def aggregate(per_token, mask, loss, normalizer):
@@ -164,28 +164,28 @@ def kl(logprobs, ref_logprobs, mask, estimator):
 
 
 def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
-    """States (N, T, C), of which `head` makes logits (N, T, V), and tokens (N, T) -> the tokens' logprobs and the
-    entropy of the sampled distribution, softmax(logits / temperature), both (N, T) in fp32.
+    """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T) in fp32. `head` makes
+    the logits (N, T, V) of `states` (N, T, C); without a head, `states` are the logits.
 
     The entropy has no gradient: it is a metric. Logits are the largest tensors of all: their fp32 copies exist for a
-    few rows at a time, and so do logits beyond 2^28 numbers; the backward pass computes both again.
-    """
-    if (small := tokens.numel() * V <= 2**28) and head:
+    few rows at a time, and so do logits beyond 2^28 numbers; the backward pass computes both again."""
+    if head and tokens.numel() * V <= 2**28:
         states, head = head(states), None  # (N, T, V)
+    V = V if head else states.shape[2]
 
     def of_rows(states, tokens):
         logits = head(states) if head else states
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        logp = (logits.to(wide) / temperature).log_softmax(-1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
+        logp = (logits / temperature).log_softmax(-1)
         entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
         return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
-    # Parts fit a CPU's caches; on CUDA, and where each adds to the head's gradient, they are as large as memory allows.
-    elements = 2**27 if states.is_cuda else 2**22 if small else 2**25
-    rows = max(1, elements // max(1, tokens.shape[1] * (states.shape[2] if small else V)))
-    recomputed = functools.partial(checkpoint, of_rows, use_reentrant=False, preserve_rng_state=False)
-    logprobs, entropy = zip(*map(recomputed, states.split(rows), tokens.split(rows)))
-    return torch.cat(logprobs), torch.cat(entropy)
+    # Large parts on CUDA; on a CPU parts that fit its caches, but larger ones where each adds to the head's gradient.
+    most_logits = 2**27 if states.is_cuda else 2**25 if head else 2**22
+    rows = max(1, most_logits // max(1, tokens.shape[1] * V))
+    parts = zip(states.split(rows), tokens.split(rows))
+    parts = [checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return tuple(torch.cat(part) for part in zip(*parts))
 
 
 # ---- Learning rate -----------------------------------------------------------------------------------------

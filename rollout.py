@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from nanorook.settings import fail
 from nanorook.task import prompt_ids
 
-CHECK_EVERY = 8  # tokens between two checks whether all rows have ended, each of which is a GPU sync
-GROW_BY = 16  # tokens by which a CPU's cache grows
+CHECK_EVERY = 8  # tokens between checks whether all rows have ended; each check is a GPU sync
+GROW_BY = 16  # tokens by which a CPU's cache grows; attention reads all of it
 
 
 class Batch(NamedTuple):
@@ -25,21 +25,21 @@ class Batch(NamedTuple):
 
     prompts: torch.Tensor  # (B, P) padded on the right
     prompt_lengths: torch.Tensor  # (B,)
-    tokens: torch.Tensor  # (N, T) the end token after a row's end
+    tokens: torch.Tensor  # (N, T) filled up with the end token
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
-    rollout_logprobs: torch.Tensor  # (N, T) under the distribution that was sampled; 0 outside the mask
-    hit_limit: torch.Tensor  # (N,) True where its limit cut a row off
+    rollout_logprobs: torch.Tensor  # (N, T) under the distribution that was sampled; 0 outside the mask, and if greedy
+    hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     advantages: torch.Tensor | None = None  # (N, T)
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
 
     def select(self, groups, P, T):
-        """Some of the groups, with P prompt tokens and T completion tokens."""
+        """Some of the groups, cut to P prompt tokens and T completion tokens."""
         G = len(self.tokens) // len(self.prompts)
         groups = torch.as_tensor(groups, device=self.prompts.device)
         rows = (groups[:, None] * G + torch.arange(G, device=groups.device)).flatten()
         prompts, lengths, *per_row = self
-        per_row = [x if x is None else x[rows] if x.ndim == 1 else x[rows, :T] for x in per_row]
+        per_row = [x if x is None else x[rows, :T] if x.ndim == 2 else x[rows] for x in per_row]
         return Batch(prompts[groups, :P], lengths[groups], *per_row)
 
 
@@ -54,33 +54,32 @@ class Answer(NamedTuple):
 
 
 def sample(model, questions, group_size, limits, temperature=1.0, noise=None, max_rows=None):
-    """Samples `group_size` answers to each question: yields (Batch, its Answers), each of one kind of question and of
-    at most `max_rows` rows, or one group. A kind's questions keep their order.
-
-    `limits`: {kind: most tokens of an answer}. `noise` (questions, group_size, most of limits), uniform numbers, alone
-    determines what is drawn; an answer does not depend on what is sampled beside it.
-    """
-    alike = {}  # {what determines where answers end: the indices of the questions}
+    """Samples `group_size` answers to each question. Yields (Batch, its Answers), one kind after another, each in order
+    and in batches of whole groups, of `max_rows` rows at most. `limits`: {kind: most tokens of an answer}. `noise`:
+    uniform numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not
+    depend on what is sampled beside it."""
+    alike = {}  # {(kind, stop, stop_after): indices of questions}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
-    size = max(1, max_rows // group_size) if max_rows else len(questions)
-    for rules, chosen in ((k, part[i : i + size]) for k, part in alike.items() for i in range(0, len(part), size)):
-        some = [questions[i] for i in chosen]
-        prompts = [prompt_ids(question.prompt, model.tokenizer) for question in some]
-        most_new = [min(limits[rules[0]], model.config.n_positions - len(prompt)) for prompt in prompts]
+    size = max(1, max_rows // group_size) if max_rows else len(questions)  # questions in a batch
+    parts = [(key, indices[i : i + size]) for key, indices in alike.items() for i in range(0, len(indices), size)]
+    for (kind, stop, stop_after), indices in parts:
+        prompts = [prompt_ids(questions[i].prompt, model.tokenizer) for i in indices]
+        most_new = [min(limits[kind], model.config.n_positions - len(prompt)) for prompt in prompts]
         if min(most_new) < 1:
             fail(f"a prompt of {max(map(len, prompts))} tokens leaves no room for an answer in the model's "
                  f"{model.config.n_positions} positions; use shorter prompts.")  # fmt: skip
-        draws = None if noise is None else noise[chosen, :, : max(most_new)].flatten(0, 1)  # (N, T)
-        batch = generate(model, prompts, group_size, most_new, temperature, draws, end_tokens(model.tokenizer, *rules))
-        asked = [question for question in some for _ in range(group_size)]
+        row_noise = None if noise is None else noise[indices, :, : max(most_new)].flatten(0, 1)  # (N, T)
+        stop_tokens = end_tokens(model.tokenizer, kind, stop, stop_after)
+        batch = generate(model, prompts, group_size, most_new, temperature, row_noise, stop_tokens)
+        asked = [questions[i] for i in indices for _ in range(group_size)]
         rows = zip(asked, batch.tokens.tolist(), batch.completion_mask.sum(1).tolist(), batch.hit_limit.tolist())
         yield batch, [Answer(q, *detokenize(model.tokenizer, row[:length]), cut) for q, row, length, cut in rows]
 
 
 @functools.cache
 def end_tokens(tokenizer, kind, stop, stop_after):
-    """{token: the first t at which it ends an answer to a question}; t counts an answer's tokens from 0."""
+    """The tokens that end an answer: {token: the first t at which it does}; t counts the answer's tokens from 0."""
     stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop.encode() in text]
     if stop and not stops:
         fail(f"no token of the model contains {stop!r}, the stop of {kind} questions, so it would end no answer; use "
@@ -89,8 +88,8 @@ def end_tokens(tokenizer, kind, stop, stop_after):
 
 
 def detokenize(tokenizer, tokens):
-    """(text, ends) up to an end token: `ends` gives for each token the number of characters up to its end. Ids without
-    a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
+    """(text, ends) of the tokens before an end token: `ends` gives for each token the number of characters up to its
+    end. Ids without a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
     end = next((i for i, token in enumerate(tokens) if token in tokenizer.ends), len(tokens))
     parts = [tokenizer.token_bytes.get(token, b"\xff") for token in tokens[:end]]
     ends = [len(prefix.decode("utf-8", "replace")) for prefix in accumulate(parts)]
@@ -98,18 +97,16 @@ def detokenize(tokenizer, tokens):
 
 
 @torch.no_grad()
-def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, end_tokens=None):
+def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, stop_tokens=None):
     """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
-
     `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(most_new)),
-    drawn here if not given. `end_tokens`: as end_tokens() returns them; if not given, config.json's.
-    """
-    device, eos = model.wte.weight.device, model.config.eos_token_id
+    drawn here if not given. `stop_tokens`: as end_tokens() returns them; if not given, config.json's."""
+    device, eos = model.wte.weight.device, model.config.eos_token_id  # eos is -1 if the model has none
     prompt_tokens, lengths = pad_prompts(prompts, device)
     N, T, on_cuda = len(prompts) * group_size, max(most_new), device.type == "cuda"
-    end_tokens = {token: t for token, t in (end_tokens or {eos: 0}).items() if token >= 0}  # -1: no end token
-    end_from = torch.full((model.config.vocab_size,), T)
-    end_from[[*end_tokens]] = torch.tensor([*end_tokens.values()], dtype=torch.long)
+    stop_tokens = {token: t for token, t in (stop_tokens or {eos: 0}).items() if token >= 0}
+    end_from = torch.full((model.config.vocab_size,), T)  # T means never: t is always below it
+    end_from[[*stop_tokens]] = torch.tensor([*stop_tokens.values()], dtype=torch.long)
     rows = Rows(
         t=torch.zeros(1, dtype=torch.long, device=device),
         newest=prompt_tokens.gather(1, lengths[:, None] - 1).repeat_interleave(group_size, 0),
@@ -123,11 +120,13 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     prefix = model.prefill(prompt_tokens, lengths)
     dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
     prefix.layers = [[x.to(dtype).contiguous() for x in layer] for layer in prefix.layers]
-    cache = [[x.new_zeros(*x.shape[:2], group_size, T * on_cuda, x.shape[3]) for x in kv] for kv in prefix.layers]
-    step = functools.partial(decode_step, model, prefix, cache, rows, temperature)
+    # (B, H, G, slots, D) for each layer. A graph needs all slots from the start; a CPU is faster with few at first.
+    cache = [[x.new_zeros(*x.shape[:2], group_size, 0, x.shape[3]) for x in layer] for layer in prefix.layers]
+    grow_by = T if on_cuda else GROW_BY
     for t in range(T):
-        if t % GROW_BY == 0 and not on_cuda:  # attention reads the whole cache, and cutting a part out would copy it
-            cache[:] = [[F.pad(x, (0, 0, 0, min(GROW_BY, T - t))) for x in layer] for layer in cache]
+        if t % grow_by == 0:
+            cache = [[F.pad(x, (0, 0, 0, min(grow_by, T - t))) for x in layer] for layer in cache]
+            step = functools.partial(decode_step, model, prefix, cache, rows, temperature)
         step()
         if t == 0 and on_cuda:  # the first step has loaded the libraries, which must not happen in a capture
             step = captured(step, device)
@@ -137,17 +136,17 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     t = torch.arange(T, device=device)
     ended = t >= rows.end_from[rows.tokens]  # (N, T)
     mask = (ended.cumsum(1) - ended.long() == 0) & (t < rows.most_new[:, None])  # up to the first end
-    longest = int(mask.any(0).sum())
-    ended, mask, tokens, logprobs = (x[:, :longest] for x in (ended, mask, rows.tokens, rows.logprobs))
     hit_limit = ~(ended & mask).any(1)
-    return Batch(prompt_tokens, lengths, tokens.where(mask, max(eos, 0)), mask, logprobs.where(mask, 0), hit_limit)
+    tokens, logprobs = rows.tokens.where(mask, max(eos, 0)), rows.logprobs.where(mask, 0)
+    longest = int(mask.any(0).sum())  # GPU sync
+    return Batch(prompt_tokens, lengths, tokens[:, :longest], mask[:, :longest], logprobs[:, :longest], hit_limit)
 
 
 class Rows(NamedTuple):
     """The rows that are decoded. A step changes the first five tensors in place, so that a graph can capture it."""
 
     t: torch.Tensor  # (1,) the number of the token that is drawn next, from 0
-    newest: torch.Tensor  # (N, 1) the token that the model is given next
+    newest: torch.Tensor  # (N, 1) the last token so far, the model's next input
     alive: torch.Tensor  # (N,) whether the row has not ended yet
     tokens: torch.Tensor  # (N, T)
     logprobs: torch.Tensor  # (N, T)
@@ -188,22 +187,23 @@ def pad_prompts(prompts, device):
 def draw(logprobs, uniform):
     """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
     cumulative probability exceeds it."""
-    cumulated = logprobs.exp().cumsum_(-1)
-    goal = uniform[:, None] * (1 - 1e-6) * cumulated[:, -1:]  # the factor keeps it below the last sum
-    return torch.searchsorted(cumulated, goal, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
+    cumulative = logprobs.exp().cumsum_(-1)
+    target = uniform[:, None] * (1 - 1e-6) * cumulative[:, -1:]  # the factor keeps it below the last sum
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
 
 
 def microbatches(batch, most_tokens, has_kl):
-    """[(part, has_gradient), ...]: a batch cut by length, between groups, into parts of at most `most_tokens`, padding
-    counted. A KL gives each group a gradient, otherwise only advantages do; the others are run for their metrics."""
+    """[(part, has_gradient), ...]: whole groups of a batch, shortest first, in parts of at most `most_tokens`, padding
+    included. A KL gives each group a gradient, otherwise only advantages do; the others are run for their metrics."""
     B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
-    T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,)
-    without = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
-    P, T, without = torch.stack([batch.prompt_lengths, T, without.long()]).tolist()  # GPU sync
-    cuts = [[]]
-    for b in sorted(range(B), key=lambda b: (without[b], T[b])):
-        size = (len(cuts[-1]) + 1) * (max(P[i] for i in [*cuts[-1], b]) + G * T[b])
-        if cuts[-1] and (size > most_tokens or without[b] != without[cuts[-1][0]]):
-            cuts.append([])
-        cuts[-1].append(b)
-    return [(batch.select(cut, max(P[b] for b in cut), T[cut[-1]]), not without[cut[0]]) for cut in cuts]
+    T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
+    idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
+    P, T, idle = torch.stack([batch.prompt_lengths, T, idle.long()]).tolist()  # GPU sync
+    parts = [[]]  # the last group of a part has its longest answer
+    for b in sorted(range(B), key=lambda b: (idle[b], T[b])):
+        larger = [*parts[-1], b]
+        tokens = len(larger) * (max(P[i] for i in larger) + G * T[b])
+        if len(larger) > 1 and (tokens > most_tokens or idle[b] != idle[larger[0]]):
+            parts.append([])
+        parts[-1].append(b)
+    return [(batch.select(part, max(P[b] for b in part), T[part[-1]]), not idle[part[0]]) for part in parts]

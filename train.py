@@ -44,8 +44,8 @@ settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settin
 
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; above 50M parameters with defaults for its size (nanorook/sizes.py); empty: the task's own start model")
-SIZED                   = sizes.defaults(MODEL, task)
-settings.take_defaults(task.DEFAULTS | SIZED)
+SIZE_DEFAULTS           = sizes.defaults(MODEL, task)  # none for a small model
+settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # again, with those for the model's size
 DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (own lines, RookWorld's, FEN, EPD, PGN)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -104,9 +104,11 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
-        values = values[shuffled(answers, group_size, seed)]
-    advantages = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
-    advantages = (advantages[:, None] * piece_mask).sum(2) * (CONTROL != "zero")  # (N, T): of the pieces that judge it
+        values = values[shuffled(answers, group_size, seed)]  # each answer has those of a random one in its group
+    by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
+    advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): a token's is the sum of the pieces that judge it
+    if CONTROL == "zero":
+        advantages = torch.zeros_like(advantages)
     return batch._replace(advantages=advantages.to(batch.tokens.device))
 
 
@@ -124,7 +126,7 @@ def compiled_score():
 
 
 def loss_and_sums(logprobs, batch, normalizer, kl_coef):
-    """What a batch adds to the loss, and sums over its tokens for the metrics."""
+    """What a batch adds to the loss, and for the metrics sums over its tokens."""
     mask, old_logprobs = batch.completion_mask, batch.old_logprobs
     loss, sums = grpo.policy_loss(
         logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
@@ -141,26 +143,25 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
 
 
 def plan_memory(model, questions):
-    """The most tokens of a microbatch. If memory is too small, the backward pass recomputes blocks."""
-    keys = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    largest = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a group is never split
-    model.recompute = hardware.must_recompute(model, largest, keys)
-    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, keys)
+    """The most tokens of a microbatch. If memory is too small for it, the backward pass recomputes blocks."""
+    longest_sequence = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
+    must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
+    model.recompute = hardware.must_recompute(model, must_fit, longest_sequence)
+    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, longest_sequence)
 
 
 def update(model, reference, optimizers, batches, most_tokens):
-    """Makes EPOCHS updates from the answers of a step. The metrics loss, logprob_gap, entropy and kl are those of the
-    weights before the first update; ratio_gap, clip_low and clip_high of the last epoch; grad_norm is a mean."""
+    """Makes EPOCHS updates from the answers of a step; returns metrics."""
     parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
-    longest = max(task.LIMITS.values())
-    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, longest) for part, _ in parts))
+    limit = max(task.LIMITS.values())
+    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part, _ in parts))
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = {}  # over the tokens of all parts
         for i, (part, has_gradient) in enumerate(parts):
             with torch.set_grad_enabled(has_gradient):
                 logprobs, entropy = forward(model, part, TEMPERATURE)  # (N, T)
-            if epoch == 0:  # these are the weights that sampled
+            if epoch == 0:  # the weights are still those that sampled; all epochs are compared with them
                 with torch.no_grad():
                     ref_logprobs = forward(reference, part, TEMPERATURE)[0] if reference else None
                 part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref_logprobs)
@@ -175,7 +176,7 @@ def update(model, reference, optimizers, batches, most_tokens):
         # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
         parallel.sum_gradients(model.parameters())
         sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        sums = dict(zip(sums, torch.stack([*sums.values()]).tolist()))  # GPU sync
+        sums = dict(zip(sums, torch.stack([*sums.values()]).tolist()))  # one GPU sync for all of them
         epochs.append(sums)
         if not (math.isfinite(sums["loss"]) and math.isfinite(sums["grad_norm"])):
             skipped += 1
@@ -183,11 +184,12 @@ def update(model, reference, optimizers, batches, most_tokens):
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad(set_to_none=True)
-    first, last = epochs[0], epochs[-1]
     broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
-    metrics = {"loss": first["loss"], "tokens": int(first["tokens"]), "skipped": skipped, "broken": broken}
-    metrics |= {name: first[name] / first["tokens"] for name in ("logprob_gap", "entropy", "kl") if name in first}
-    metrics |= {name: last[name] / last["tokens"] for name in ("ratio_gap", "clip_low", "clip_high")}
+    # The first epoch is about the weights that sampled; how far the updates went from them is seen in the last epoch.
+    first, last, tokens = epochs[0], epochs[-1], int(epochs[0]["tokens"])
+    metrics = {"loss": first["loss"], "tokens": tokens, "skipped": skipped, "broken": broken}
+    metrics |= {name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first}
+    metrics |= {name: last[name] / tokens for name in ("ratio_gap", "clip_low", "clip_high")}
     return metrics | {"grad_norm": fmean(sums["grad_norm"] for sums in epochs)}
 
 
@@ -195,7 +197,7 @@ def update(model, reference, optimizers, batches, most_tokens):
 
 
 def uniform_numbers(count, group_size, seed):
-    """(count, G, T): they determine what is sampled. Drawn for all questions, however many processes share them."""
+    """(count, G, T): they determine what is sampled. Each process draws all of them and uses those of its questions."""
     return torch.rand(count, group_size, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(seed))
 
 
@@ -205,55 +207,50 @@ def answer(model, questions, temperature, group_size=1):
     mine = slice(parallel.rank(), None, parallel.world())
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
-    parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)
+    parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: without a terminal
     answers = parallel.gather([a for _, part in parts for a in graded(task, part)])
-    order = {(question.kind, question.prompt): place for place, question in enumerate(questions)}
+    order = {(question.kind, question.prompt): i for i, question in enumerate(questions)}
     return sorted(answers, key=lambda a: order[a.question.kind, a.question.prompt])
 
 
 def evaluate(model, questions, samples=0):
-    """(figures, answers at TEMPERATURE). Figures, greedy and at TEMPERATURE, with `samples` per question also pass@k:
-    {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
-    skill, model = {}, model.inference_copy(model.dtype)
-    for temperature in (0.0, TEMPERATURE):
+    """(figures, sampled answers). The figures are of greedy answers, of answers at TEMPERATURE and, if `samples` are
+    given, of pass@k: {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
+    model, skill = model.inference_copy(model.dtype), {}
+    for temperature in (0.0, TEMPERATURE):  # in this order: the answers at TEMPERATURE are returned
         answers = answer(model, questions, temperature)
         skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.intervals(answers).items()}
     if samples:
         skill |= monitor.pass_rates(answer(model, questions, TEMPERATURE, samples), samples)
-    return dict(sorted(skill.items(), key=lambda item: item[0].split(" ")[0])), answers  # kind by kind
+    return dict(sorted(skill.items(), key=lambda item: item[0].split(" ")[0])), answers  # sorted by kind
 
 
 def evaluate_and_record(run, model, questions, title):
     """Adds a column to the run's table of held-out skill, and records some answers; returns the seconds it took."""
-    clock = time.perf_counter()
+    started = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
-    run.best = max(run.best, (sum(rewards), run.step))
+    run.best = max(run.best, (sum(rewards), run.step))  # the sum over kinds
     if parallel.rank() == 0:
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
         if run.report:
             run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
-    return time.perf_counter() - clock
+    return time.perf_counter() - started
 
 
 # ---- Start and loop ----------------------------------------------------------------------------------------
 
 
 def make_optimizers(model):
-    """Each has its own parameters. A parameter group is trained with the rate that it has here, times the schedule."""
+    """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
     return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
-def set_learning_rates(optimizers, factor):
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # the rate that it was created with
-
-
 def make_reference(model):
-    return copy.deepcopy(model).inference_copy(model.dtype)  # frozen
+    return copy.deepcopy(model).inference_copy(model.dtype)  # alone, an inference copy would share the policy's weights
 
 
 def start():
@@ -270,7 +267,7 @@ def start():
         run.acquire_lock()
         source = MODEL or start_model(task)
         run.forbid_model_inside(source)
-    source = parallel.gather([source] if lead else [])[0]
+    source = parallel.gather([source] if lead else [])[0]  # from the lead to all
     resumed = None if FRESH else run.resume(STEPS)
     if len(set(parallel.gather([run.step]))) > 1:
         fail(f"the processes see different checkpoints: OUT_DIR={OUT_DIR} must be a folder that all machines share.")
@@ -293,12 +290,13 @@ def start():
     if EVAL_POSITIONS > len(held_out):
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; each evaluation "
                      "asks about all of them.")  # fmt: skip
-    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # a mistake shows at once
+    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # only to find the task's mistakes
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))
-    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
+    if MICROBATCH_TOKENS or not run.microbatch:  # a resumed run keeps its own, as free memory may have changed
+        run.microbatch = planned
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
-    parallel.log(sizes.in_words(SIZED))
+    parallel.log(sizes.in_words(SIZE_DEFAULTS))
     if lead and FRESH:  # only once model and data are known to be good
         run.clear()
     return run, model, reference, optimizers, items, questions
@@ -311,7 +309,8 @@ def main():
     past = monitor.open_log(run, model, eval_questions) if lead else []
     run.report = loggers.connect(REPORT_TO, run) if lead and REPORT_TO != "none" else None
     evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
-    signals, stopping = catch_signals(), []
+    eval_steps = range(EVAL_EVERY, STEPS, EVAL_EVERY) if EVAL_EVERY else []  # between "before" and "after"
+    signals, stopping = catch_signals(), []  # `signals` receives those that arrive from now on
     while run.step < STEPS and not stopping:
         # Questions and answers
         step, clock = run.step, [time.perf_counter()]
@@ -323,32 +322,34 @@ def main():
         clock.append(time.perf_counter())
 
         # Rewards and advantages
-        rollouts = [(batch, graded(task, part)) for batch, part in rollouts]
-        answers = parallel.gather([answer for _, part in rollouts for answer in part])
-        batches = [add_advantages(batch, part, GROUP_SIZE, CREDIT, f"{SEED}/{step}/") for batch, part in rollouts]
+        rollouts = [(batch, graded(task, rows)) for batch, rows in rollouts]
+        batches = [add_advantages(batch, rows, GROUP_SIZE, CREDIT, f"{SEED}/{step}/") for batch, rows in rollouts]
+        answers = parallel.gather([answer for _, rows in rollouts for answer in rows])  # of all processes
         clock.append(time.perf_counter())
 
         # Loss, gradient, guard, optimizer
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
-        set_learning_rates(optimizers, factor)
-        snapshot = None if step % SNAPSHOT_EVERY else run.snapshot(model, optimizers)
+        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+            group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # the rate that make_optimizers gave it
+        snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
         metrics = monitor.describe_answers(answers, GROUP_SIZE)
         metrics |= update(model, reference, optimizers, batches, run.microbatch)
         clock.append(time.perf_counter())
-        if step == 0:  # of what update() measured before its first change
+        if step == 0:  # update() has compared sampler, policy and reference before it changed any weights
             monitor.check_start(metrics, model.dtype, task.LIMITS)
 
         # What happened
         run.step += 1
         metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
-        metrics["seconds"] = dict(zip(("sampling", "grading", "update"), (b - a for a, b in zip(clock, clock[1:]))))
+        seconds = [later - earlier for earlier, later in zip(clock, clock[1:])]
+        metrics["seconds"] = dict(zip(("sampling", "grading", "update"), seconds))
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
             if run.report:
                 run.report(run.step, loggers.step_numbers(metrics))
-            left = ((STEPS - 1) // EVAL_EVERY - step // EVAL_EVERY if EVAL_EVERY else 0) + 1  # evaluations, "after" too
-            parallel.log(monitor.progress_line(past, STEPS, left * evaluation_seconds))
+            evaluations_left = sum(later >= run.step for later in eval_steps) + 1  # and "after"
+            parallel.log(monitor.progress_line(past, STEPS, evaluations_left * evaluation_seconds))
 
         # Going back: after updates that could not be made, or that went too far from the reference
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
@@ -356,14 +357,13 @@ def main():
         if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
-            run.good = snapshot  # taken before this update; this step's answers and their KL were sound
+            run.good = snapshot  # the state before this update: its answers and their KL were sound
 
         # Evaluation, checkpoint
         stopping = parallel.gather(signals)
-        due = EVAL_EVERY > 0 and run.step % EVAL_EVERY == 0 and run.step < STEPS
-        if due:
+        if run.step in eval_steps:
             evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
-        if lead and (due or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
+        if lead and (run.step in eval_steps or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)
     finish(run, model, optimizers, eval_questions, stopping)
 
@@ -371,7 +371,7 @@ def main():
 def finish(run, model, optimizers, eval_questions, stopping):
     """The last evaluation, the trained model, the verdict; a run that a signal has stopped is not evaluated again."""
     if stopping and run.step < STEPS:
-        run.leave(model, signal=stopping[0])
+        run.leave(model, signal=stopping[0])  # ends the program
     if "after" not in run.skill:
         evaluate_and_record(run, model, eval_questions, "after")
     if parallel.rank() == 0:

@@ -20,7 +20,8 @@ from nanorook.settings import setting
 from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=10, BATCH_POSITIONS=8, GROUP_SIZE=8, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
-DEFAULTS |= dict(EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100, MICROBATCH_TOKENS=1024, OUT_DIR="runs/records")
+DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
+DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/records")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # With a line for each key a record has 29 and its end; on one line it has 23.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 32, "the most tokens of an answer, its end token included", low=2)

@@ -90,7 +90,7 @@ def test_where_one_runs_out_of_memory_all_end(two):
 
 def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_run):
     monkeypatch.setattr(parallel, "gather", lambda items: [*items, 5])  # another one is at step 5
-    with pytest.raises(SystemExit, match="has to be a folder that all machines share"):
+    with pytest.raises(SystemExit, match="must be a folder that all machines share"):
         toy_run()
 
 

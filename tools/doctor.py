@@ -54,7 +54,7 @@ def norm(tensors):
 def prepare(count):
     """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
-    print(sizes.in_words(train.SIZED))
+    print(sizes.in_words(train.SIZE_DEFAULTS))
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
