@@ -158,6 +158,6 @@ def test_a_run_has_the_defaults_and_refuses_random_weights(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     small = dict(TASK="examples/gsm8k.py", MODEL=tmp_path / "model", MAX_NEW_TOKENS=5)
     small |= dict(DATA=write_lines(tmp_path / "data"))
-    assert "0% of the first gsm8k answers have the structure" in toy.main(tmp_path / "out", **small)
+    assert "0% of the first gsm8k answers are well-formed" in toy.main(tmp_path / "out", **small)
     chosen = capsys.readouterr().out
     assert "16 items to train on, 4 held out" in chosen and "LOSS=cispo" in chosen and "KL_COEF=0.0" in chosen

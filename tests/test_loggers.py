@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sqlite3
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ def record(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for module in [name for name in sys.modules if name.split(".")[0] == "trackio"]:  # it reads this when imported
+        monkeypatch.delitem(sys.modules, module)
 
     def write(where, first, last):
         ends, run = [], SimpleNamespace(out=tmp_path, step=first, record="abcd1234")

@@ -160,6 +160,7 @@ def test_an_answer_ends_with_any_of_the_end_tokens():
     ((free, _),) = sample(policy, [asked], 16, {asked.kind: 16}, noise=noise)
     rows = [row[mask].tolist() for row, mask in zip(free.tokens, free.completion_mask)]
     other = max(rows, key=len)[-3]  # the longest answer is to end two tokens earlier
+    policy = toy.model()  # whose end tokens nobody has asked for yet
     policy.tokenizer.ends = (256, other)
     ((batch, answers),) = sample(policy, [asked], 16, {asked.kind: 16}, noise=noise)
     for row, new, mask, answer in zip(rows, batch.tokens, batch.completion_mask, answers):

@@ -71,7 +71,7 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     assert toy_run("c", SEED=0, FRESH=True) == rows
     with pytest.raises(SystemExit, match="contains a run of 2 steps, so none is left with STEPS=2; raise STEPS, name"):
         toy_run("c", SEED=0)
-    with pytest.raises(SystemExit, match="which STEPS=1 does not continue"):
+    with pytest.raises(SystemExit, match="so none is left with STEPS=1"):
         toy_run("c", SEED=0, STEPS=1)
     toy_run("c", SEED=0, STEPS=3)
     assert list(json.loads((tmp_path / "c" / "skill.json").read_text())) == ["before", "step 2", "after"]
