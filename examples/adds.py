@@ -16,7 +16,7 @@ from itertools import combinations_with_replacement
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
 from nanorook.chat import chat
 from nanorook.settings import fail, setting
-from nanorook.task import Grade, Question
+from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
@@ -70,6 +70,6 @@ def grade(question, text, hit_limit=False):
     digits = sum(x == y for x, y in zip(reversed(number), reversed(truth))) / max(len(truth), len(number))
     pieces = [("written", 0.1 * written), ("alone", 0.2 * alone)]
     pieces += [("digits", 0.3 * digits, *span), ("right", 0.4 * right, *span)]
-    if hit_limit:  # a factor keeps the order of rewards
-        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value, *_ in pieces)))
+    if hit_limit:
+        pieces.append(runaway(pieces, RUNAWAY))
     return Grade(tuple(pieces), {"alone": float(alone), "right": float(right)})

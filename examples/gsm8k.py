@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 from nanorook.chat import chat
 from nanorook.folder import write
 from nanorook.settings import fail, setting
-from nanorook.task import Grade, Question
+from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-5, LOSS="cispo", TEMPERATURE=1.0, KL_COEF=0.0)
 DEFAULTS |= dict(CLIP_RANGE_HIGH=0.28, SCALE_REWARDS="none", EVAL_POSITIONS=500, EVAL_EVERY=100, OUT_DIR="runs/gsm8k")
@@ -112,6 +112,6 @@ def grade(question, text, hit_limit=False):
     span = [(last.start(), len(text))] if last else []  # up to the end, and so the end token, too
     pieces = [("form", WEIGHTS["form"] * bool(last)), ("number", WEIGHTS["number"] * (number is not None), *span)]
     pieces += [("right", WEIGHTS["right"] * right)]
-    if hit_limit:  # a factor keeps the order of rewards
-        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value, *_ in pieces)))
+    if hit_limit:
+        pieces.append(runaway(pieces, RUNAWAY))
     return Grade(tuple(pieces), {"structure": float(number is not None), "right": float(right)})

@@ -21,7 +21,7 @@ from pathlib import Path
 from examples.ocaml_verifier import Verdict, judge, ocaml
 from examples.start import make_start_model
 from nanorook.chat import chat, chat_template
-from nanorook.task import Grade, Question
+from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, KL_COEF=0.0, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float32", COMPILE="0")
@@ -103,10 +103,9 @@ def grade(question, text, hit_limit=False):
     pieces = [("parse", WEIGHTS["parse"] * verdict.parses), ("type", WEIGHTS["type"] * verdict.typed)]
     pieces += [(f"tests {i}", WEIGHTS["tests"] / len(TESTS) * ok) for i, ok in enumerate(passed)]
     pieces += [("all", WEIGHTS["all"] * right)]
-    worth = sum(value for _, value in pieces)
     pieces = [(*piece, *spans) for piece in pieces]
-    if hit_limit or verdict.ran_away:  # a factor keeps the order of rewards
-        pieces.append(("runaway", (RUNAWAY - 1) * worth))
+    if hit_limit or verdict.ran_away:
+        pieces.append(runaway(pieces, RUNAWAY))
     metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(passed) / len(TESTS), "right": right}
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 

@@ -17,7 +17,7 @@ import re
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
 from nanorook.chat import chat
 from nanorook.settings import setting
-from nanorook.task import Grade, Question
+from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=10, BATCH_POSITIONS=8, GROUP_SIZE=8, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
@@ -85,6 +85,6 @@ def grade(question, text, hit_limit=False):
         right = found is not None and found[1] == json.dumps(value)
         pieces.append((key, 0.2 * right, *([found.span(1)] if found else [])))
     right = keys and all(value for _, value, *_ in pieces)
-    if hit_limit:  # a factor keeps the order of rewards
-        pieces.append(("runaway", (RUNAWAY - 1) * sum(value for _, value, *_ in pieces)))
+    if hit_limit:
+        pieces.append(runaway(pieces, RUNAWAY))
     return Grade(tuple(pieces), {"json": float(is_json), "right": float(right)})

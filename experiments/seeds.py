@@ -102,9 +102,9 @@ def means(runs, name):
     return [[100 * mean for mean in run] if share else run for run in found], share
 
 
-def table(runs, controls, shared):
-    """The table in Markdown. `shared` has what shared() returns, for the runs and for the controls."""
-    rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
+def rows(runs, controls, shared):
+    """The rows of the table, its heading first. `shared` has what shared() returns, for runs and for controls."""
+    result = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in run["gain"] for run in runs + controls):  # asked before and after
             found, share = means(runs + controls, name)
@@ -113,8 +113,8 @@ def table(runs, controls, shared):
             for some, common in zip((runs, controls), shared):
                 figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0)) if some else ()
                 cells.append(with_interval(*(scale * x for x in figure), f"+{form}") if some else "")
-            rows.append([name, *cells])
-    return tables.table(rows, markdown=True)
+            result.append([name, *cells])
+    return result
 
 
 def draw(runs, controls, names, path):
@@ -172,7 +172,7 @@ def main():
             if lacking := set(a.curves or []) - set([*recorded["runs"][name]["skill"].values()][-1]):
                 p.error(f"--curves: the runs have no figure {min(lacking)!r}.")
     runs, controls = found.values()
-    print(table(runs, controls, recorded["shared"].values()), flush=True)
+    print(tables.table(rows(runs, controls, recorded["shared"].values()), markdown=True), flush=True)
     if a.curves:
         draw(runs, controls, a.curves, out / "seeds.png")
 

@@ -10,6 +10,7 @@ A table stands below a comment that names its files and rows ("*": all of them):
     -->
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -20,18 +21,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|[^\n]*\n)*)", re.DOTALL)
 
 
-def rows_of(file, names):
-    """The cells of a Markdown table: its head, the line below it, and the rows with these names."""
+@functools.cache
+def rows_of(file):
+    """The rows of the table of a file, its heading first."""
     found = seeds.read(ROOT / "experiments" / file)
     if "runs" in found and "task" in found:
         runs, controls = ([run for name, run in found["runs"].items() if name.startswith(kind)]
                           for kind in ("seed", "control"))  # fmt: skip
-        text = seeds.table(runs, controls, found["shared"].values())
-    else:
-        text = variants.show(found["runs"])
-    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
-    by_name = {row[0]: row for row in rows}
-    return [head, ["---", *["---:"] * (len(rule) - 1)], *(rows if names == ["*"] else map(by_name.get, names))]
+        return seeds.rows(runs, controls, found["shared"].values())
+    return variants.rows(found["runs"])
 
 
 def in_words(row):
@@ -40,8 +38,12 @@ def in_words(row):
 
 
 def table(request):
-    parts = [rows_of(file, names.split("; ")) for file, names in re.findall("(.+?): (.+)", request)]
-    return "".join(map(in_words, [*parts[0][:2], *(row for part in parts for row in part[2:])]))
+    result = []
+    for file, names in re.findall("(.+?): (.+)", request):
+        head, *rows = rows_of(file)
+        by_name = {row[0]: row for row in rows}
+        result += rows if names == "*" else [by_name[name] for name in names.split("; ")]
+    return "".join(map(in_words, [head, ["---", *["---:"] * (len(head) - 1)], *result]))
 
 
 def rewritten(text):

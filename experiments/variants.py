@@ -66,19 +66,20 @@ def measure(task, settings, folder):
     return skill | {"entropy": rows[-1]["entropy"], "clipped": clipped}
 
 
-def show(runs):
-    """Means over the seeds with their 95 % intervals. "entropy" is that of the last step in nats per token, "clipped"
-    the share of tokens whose gradient the clip changed; all but the entropy are in percent."""
+def rows(runs):
+    """The rows of the table, its heading first: means over the seeds with their 95 % intervals. "entropy" is that of
+    the last step in nats per token, "clipped" the share of tokens whose gradient the clip changed; all but the entropy
+    are in percent."""
     columns = list(next(run for found in runs.values() for run in found.values() if run))
-    rows = [["", *columns]]
+    result = [["", *columns]]
     for name, found in runs.items():
         sound = [run for run in found.values() if run]  # the others gave up
-        rows.append([name + f" ({len(sound)} of {len(found)} runs)" * (len(sound) < len(found))])
+        result.append([name + f" ({len(sound)} of {len(found)} runs)" * (len(sound) < len(found))])
         for column in columns:
             scale, form = (1, ".2f") if column == "entropy" else (100, ".1f")
             values = [(scale * run[column], 0.0) for run in sound]
-            rows[-1].append(with_interval(*over_seeds(values), form) if values else "")
-    return tables.table(rows, markdown=True)
+            result[-1].append(with_interval(*over_seeds(values), form) if values else "")
+    return result
 
 
 def main():
@@ -104,7 +105,7 @@ def main():
                 settings = SHARED[a.task] | variants[name] | {"SEED": seed}
                 found[str(seed)] = measure(a.task, settings, a.out / re.sub(r"\W+", "-", name) / f"seed-{seed}")
                 record(file, known)
-    print(show({name: known["runs"][name] for name in only}))
+    print(tables.table(rows({name: known["runs"][name] for name in only}), markdown=True))
 
 
 if __name__ == "__main__":

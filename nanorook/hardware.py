@@ -27,7 +27,7 @@ def prepare(device="auto", dtype="auto"):
 
 
 def flush_denormals():
-    """Sharp attention produces denormal numbers, which halve the speed of a CPU: from now on they are 0."""
+    """Rounds denormal numbers to 0. Sharp attention produces many, and they halve the speed of a CPU."""
     torch.set_flush_denormal(True)
 
 

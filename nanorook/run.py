@@ -174,7 +174,7 @@ class Run:
 
 
 def finished(out):
-    """Whether the run in this folder has made all its steps. A run that was stopped leaves a `model`, too."""
+    """Whether the run in this folder has made all its steps. A run that was stopped also leaves a `model`."""
     file = Path(out, "run.json")
     return file.exists() and "finished" in json.loads(file.read_text())
 

@@ -6,8 +6,8 @@ from statistics import NormalDist, fmean, variance
 import numpy as np
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, for 1, 2, ... degrees of freedom
-# Rare successes or changes are seen a few times only, and if by chance they are seen less often, the variance looks
-# smaller, too. Adding 2 to the sum of squares corrects it (Agresti & Coull, 1998; differences: Bonett & Price, 2012).
+# Rare successes or changes are seen a few times only. If by chance they are seen less often, the variance also looks
+# smaller. Adding 2 to the sum of squares corrects it (Agresti & Coull, 1998; differences: Bonett & Price, 2012).
 RARE = 2
 
 

@@ -229,6 +229,11 @@ def wrong_grade(grade, text):
     return ""
 
 
+def runaway(pieces, factor):
+    """The piece that multiplies the reward of an answer without an end: a factor keeps the order of rewards."""
+    return "runaway", (factor - 1) * sum(value for _, value, *_ in pieces)
+
+
 def earned(pieces):
     """What a reward is made of; pieces such as "candidates 3" are added up under their first word."""
     found = Counter()

@@ -23,11 +23,16 @@ def read(path):
     return found
 
 
+def objects(out, *names):
+    """The object in each of a run's files NAME.json, empty where it is missing or damaged."""
+    return ((read(out / f"{name}.json") or [{}])[0] for name in names)
+
+
 def verdict(out):
     """About five lines on the run in this folder, of which the first begins with "● " and a state: red if it
     collapsed or never earned anything, green if something rose and no reward fell, yellow otherwise."""
     out = Path(out)
-    settings, skill = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "skill"))
+    settings, skill = objects(out, "settings", "skill")
     rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]
     if not rows or not skill:
         return ["● yellow  The run has not made a step yet."]
@@ -163,7 +168,7 @@ def why_nothing(rows, kinds, first, settings, gains):
 
 def card(out, lines):
     """README.md of the trained model, with its verdict."""
-    settings, about = ((read(out / f"{name}.json") or [{}])[0] for name in ("settings", "run"))
+    settings, about = objects(out, "settings", "run")
     what = "".join(f"- {line}\n" for line in lines[:-1])  # the last one is about folders of this machine
     return f"""---
 library_name: transformers

@@ -11,6 +11,7 @@ import train
 from experiments import seeds, variants
 from nanorook import settings
 from nanorook.statistics import figure
+from nanorook.tables import table as show
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -89,7 +90,7 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
             for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
                 (folder / f"{name}.json").write_text(json.dumps(content))
             runs.append(seeds.run(folder, []))
-        tables.append(seeds.table(runs, [], [seeds.shared(folders), {}]))
+        tables.append(show(seeds.rows(runs, [], [seeds.shared(folders), {}]), markdown=True))
     assert "50.2 | +50.2 ± 48.8 |" in tables[0] and "50.2 | +50.2 ± 3.2 |" in re.sub(" +", " ", tables[1])
 
 

@@ -232,7 +232,7 @@ def test_a_fork_of_gpt2_does_not_claim_to_be_it(tmp_path, monkeypatch):
 
 
 def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkeypatch):
-    """RMSNorm in place of LayerNorm, as a reader of model.py may try it."""
+    """RMSNorm instead of LayerNorm, a change that a reader of model.py may try."""
     original = toy.model()
     monkeypatch.setattr(model_file.nn, "LayerNorm", torch.nn.RMSNorm)
     changed = GPT(original.config)

@@ -20,7 +20,7 @@ from nanorook import task as task_file
 from nanorook.settings import fail
 from nanorook.statistics import beyond_chance, gain, with_interval
 from nanorook.task import TAKEN, Question, as_sum
-from nanorook.verdict import read, verdict
+from nanorook.verdict import objects, read, verdict
 
 SHOWN = 3  # samples of each kind with the lowest reward, and as many with the highest
 
@@ -46,7 +46,7 @@ def read_run(folder, name):
         for metric, value in (row | row.get("seconds", {})).items():
             if isinstance(value, int | float):
                 curves.setdefault(metric, []).append((row["step"], float(value)))
-    settings, about, skill = ((read(folder / f"{file}.json") or [{}])[0] for file in ("settings", "run", "skill"))
+    settings, about, skill = objects(folder, "settings", "run", "skill")
     for title, figures in skill.items():
         step = rows[-1]["step"] if title == "after" else 0 if title == "before" else int(title.removeprefix("step "))
         for figure, (mean, half, _) in figures.items():
