@@ -20,7 +20,6 @@ import math
 import random
 import sys
 import time
-from statistics import fmean
 
 import torch
 from tqdm import tqdm
@@ -135,8 +134,7 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
     if batch.ref_logprobs is not None:
         kl = grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
         loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-        # The metric is k2 whatever KL_ESTIMATOR is: one token can blow up the mean of k3.
-        sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()
+        sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
     sums["loss"] = loss.detach()
     sums["logprob_gap"] = torch.where(mask, logprobs.detach() - batch.rollout_logprobs, 0).abs().sum()
     return loss, sums
@@ -190,7 +188,7 @@ def update(model, reference, optimizers, batches, most_tokens):
     metrics = {"loss": first["loss"], "tokens": tokens, "skipped": skipped, "broken": broken}
     metrics |= {name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first}
     metrics |= {name: last[name] / tokens for name in ("ratio_gap", "clip_low", "clip_high")}
-    return metrics | {"grad_norm": fmean(sums["grad_norm"] for sums in epochs)}
+    return metrics | {"grad_norm": sum(sums["grad_norm"] for sums in epochs) / EPOCHS}
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -202,8 +200,7 @@ def uniform_numbers(count, group_size, seed):
 
 
 def answer(model, questions, temperature, group_size=1):
-    """Graded answers, `group_size` to each question, in the order of the questions. All processes share the work; SEED
-    determines what is sampled."""
+    """Graded answers, `group_size` to each question, in the order of the questions; SEED determines the samples."""
     mine = slice(parallel.rank(), None, parallel.world())
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
@@ -288,8 +285,7 @@ def start():
         fail(f"DATA={DATA} has {len(items)} items to train on, for BATCH_POSITIONS={BATCH_POSITIONS}, and "
              f"{len(held_out)} held out, which is too few; provide more.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
-        parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; each evaluation "
-                     "asks about all of them.")  # fmt: skip
+        parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # only to find the task's mistakes
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))

@@ -40,7 +40,7 @@ def test_a_run_leaves_what_it_promises(task, tmp_path, few_positions, toy_model)
 
 
 def test_fewer_held_out_items_than_are_to_be_asked_are_told(toy_run, capsys):
-    told = "only 20 items are held out; each evaluation asks about all of them"
+    told = "only 20 items are held out; all are used"
     toy_run("all", STEPS=1, EVAL_POSITIONS=20)
     assert told not in capsys.readouterr().out
     toy_run("few", STEPS=1, EVAL_POSITIONS=21)
