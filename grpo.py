@@ -29,7 +29,7 @@ def credit(rewards, ends, T):
     """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
     `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
     `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
-    last character is in. A piece without spans judges all tokens; a piece that an answer lacks is worth 0 on each."""
+    last character is in. A piece without spans judges all tokens, and so does one that an answer lacks, with a 0."""
     names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
     values = np.zeros((len(rewards), len(names)), dtype=np.float32)
     piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
@@ -46,12 +46,12 @@ def credit(rewards, ends, T):
 def advantages(values, group_size, scale="none", best_of=1):
     """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
 
-    scale="none"  v - mean; dividing would favour prompts whose answers score much alike (Liu et al., 2025, Dr. GRPO)
+    scale="none"  v - mean; dividing would favour prompts whose answers score alike (Liu et al., 2025, Dr. GRPO)
     scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
                   several pieces the root of the sum of their variances, as the variance of their sum may be 0
 
     scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences of neighbours are
-    multiplied by weights and added up again, so the order stays. If c answers reach the upper value of a difference:
+    multiplied by weights and added up again, which keeps their order. If c answers reach a difference's upper value:
 
     scale   best_of  its weight                     v - mean is then the gradient of
     "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
@@ -91,7 +91,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
     cispo    the ratio is capped at 1 + clip_high and becomes a constant weight of the policy gradient, so that no
              token loses its gradient; mean over all tokens (MiniMax-M1, 2025)
 
-    With one update from a batch the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
+    With one update per batch, the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
     has the gradient of -A·log p. They differ only in how they average over tokens.
     """
     mask, advantages = mask.bool(), advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for a whole answer

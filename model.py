@@ -1,7 +1,7 @@
 """GPT-2: the forward pass, with prompts that a group shares and a cache; a Hugging Face folder in and out.
 
-There is no dropout, whatever config.json says: with it, policy and reference would be different functions, and the KL
-large before the first update. Training, prefill and decoding run the same layers, so that sampling and training
+There is no dropout, whatever config.json says: with it, policy and reference would be different functions, and their KL
+would be large before the first update. Training, prefill and decoding run the same layers, so sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
 Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
@@ -44,7 +44,7 @@ class Prefix:
     """The part of the prompts that a group's rows share: keys and values of all tokens but the last one, which is the
     first that each row feeds to the model, to predict its first new token. Here P counts the tokens before it."""
 
-    layers: list  # of each layer the keys and the values, both (B, H, P, D)
+    layers: list  # for each layer its keys and values, both (B, H, P, D)
     lengths: torch.Tensor  # (B,) tokens before the last one
     bias: torch.Tensor  # (B, 1, 1, P) added to scores: 0 on a prompt's tokens, -inf on its padding
 
@@ -86,9 +86,9 @@ def causal_attention(layer, q, k, v):
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     """Attention of queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
 
-    The G·R·S queries to one prompt are one matrix product: it is read once for its group and not copied for each row.
-    Decoding is bound by reading memory, and in training copies take longer than short answers themselves. R heads
-    share the keys of one (Ainslie et al., 2023); R = 1 in GPT-2.
+    The G·R·S queries to one prompt are one matrix product: the prompt is read once for its group, not copied for each
+    row. Decoding is bound by memory bandwidth, and in training the copies would take longer than short answers do. R
+    query heads share the keys of one head (Ainslie et al., 2023); R = 1 in GPT-2.
     """
     B, H, G, K, D = k.shape
     queries = grouped(q, B, H).to(k.dtype) * D**-0.5  # (B, H, G, R·S, D)
@@ -155,7 +155,7 @@ class GPT(nn.Module):
 
     def prefill(self, tokens, lengths):
         """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
-        Gradients flow through it. Padding follows a prompt, so causal attention keeps it from the prompt's own keys."""
+        Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's keys."""
         tokens, layers = tokens[:, :-1], {}
 
         def attend(layer, q, k, v):
@@ -168,7 +168,7 @@ class GPT(nn.Module):
         return Prefix([*layers.values()], lengths - 1, bias)
 
     def score(self, tokens, lengths, completions):
-        """Training: hidden states (N, T, C), of which head() makes the logits of each token of `completions` (N, T),
+        """Training: hidden states (N, T, C), from which head() makes the logits of each token of `completions` (N, T),
         whose groups share the prompts `tokens` (B, P)."""
         (N, T), B, device = completions.shape, len(tokens), tokens.device
         prefix = self.prefill(tokens, lengths)
@@ -183,8 +183,8 @@ class GPT(nn.Module):
         return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend)
 
     def decode(self, tokens, prefix, cache, t):
-        """Logits (N, V) after the newest token of each row, `tokens` (N, 1), which becomes number t, a tensor (1,), of
-        the cache: keys and values of each layer, as grouped() lays them out."""
+        """Logits (N, V) after the newest token of each row, `tokens` (N, 1). Its keys and values go into slot t, a
+        tensor (1,), of the cache, which has those of each layer as grouped() lays them out."""
         B, slots = len(prefix.lengths), torch.arange(cache[0][0].shape[3], device=tokens.device)
         bias = torch.where(slots[None] <= t, 0.0, -math.inf)  # what is not written yet must not be seen
 
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 
     def position_ids(self, prefix, N, t):
-        """Positions (N, T) of the inputs number `t` after the prompt. A row beyond the last position has ended."""
+        """Positions (N, T) of inputs `t`, counted from the prompt's last token. A row beyond the last one has ended."""
         lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 

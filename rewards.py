@@ -25,10 +25,10 @@ from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.125, "share of environment questions (A:); the rest is policy (P:)", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.125, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
 MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.8, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
-MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "limit of a policy completion", low=1)
-MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "limit of an environment completion", low=1)
+MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
+MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
@@ -54,7 +54,7 @@ def load_positions(source):
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
         parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves earn nothing there: "
-                     "install Stockfish, or use rook.label.")  # fmt: skip
+                     "install Stockfish, or label them with rook.label.")  # fmt: skip
     return positions.split(found)
 
 
@@ -79,14 +79,14 @@ def make_questions(items, count, rng, config):
 def question(text, config):
     """A user's question: "FEN" asks the policy, "FEN e2e4" or "FEN e4" the environment."""
     words = text.split()
-    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # after all of a FEN but its counters
+    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # a FEN's counters are digits
     board, text_format = typed_board(" ".join(words)), chess_format(config)
     fen = board.fen()
     if move:
         move = move if UCI.fullmatch(move) else typed_move(board, move)
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
-        fail(f"in {fen} no move is legal; ask about another position, or add a move.")
+        fail(f"no move is legal in {fen}; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
 
 
@@ -101,12 +101,12 @@ def typed_board(fen):
     try:
         return chess.Board(positions.verify(positions.Position(contract_board(fen), (), ())).fen)
     except ValueError:
-        fail(f"{fen!r:.80} is not the FEN of a possible position; TASK=FILE.py names another task.")
+        fail(f"{fen!r:.80} is not the FEN of a possible position; for a question of another task, set TASK=FILE.py.")
 
 
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
 # whose tokens are bytes, or bytes and squares' names (rook/pretrain.py): a board has one character for each square and
-# a prompt has a fixed number of tokens, so that a square always stands at the same place.
+# a prompt has a fixed number of tokens, so that a square is always in the same place.
 
 WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit
     "expanded": {"P: ": 94, "A: ": 160},
@@ -156,7 +156,7 @@ def policy_truth(position):
 
 
 def first_question(kind, position, text_format):
-    """Asks for the first candidate alone; its truth is which moves reach each rung."""
+    """Asks for the first candidate alone; the truth lists the moves that reach each rung of the reward."""
     board = chess.Board(position.fen)
     rungs = {"legal": [move.uci() for move in board.legal_moves]}
     if kind == "mates":
@@ -169,9 +169,9 @@ def first_question(kind, position, text_format):
 
 
 def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
-    """Asks about the position's own move, or a drawn one; none leads from a training board to a held-out one."""
+    """Asks about the position's own move, or a random one; none leads from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.asked
-    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by 75 moves, rare in games
+    if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by the 75-move rule, rare in games
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
@@ -184,8 +184,8 @@ def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE
 
 def transition(fen, move):
     """What follows `move` by the rules: (next FEN, reward, terminated, truncated), as RookWorld's data has it. An
-    illegal move leaves the position as it was. Draws are those that end a game without a claim: stalemate, bare
-    material, 75 moves. (A fivefold repetition takes 16 half-moves, more than the ten that a prompt shows.)"""
+    illegal move leaves the position as it was. Draws are those that end a game without a claim: stalemate,
+    insufficient material, 75 moves. (A fivefold repetition takes 16 half-moves, more than the ten that a prompt shows.)"""
     board = chess.Board(fen)
     if move not in {legal.uci() for legal in board.legal_moves}:
         return fen, -1.0, False, True
@@ -227,7 +227,7 @@ FIRST_WEIGHTS = {
 # The next position outweighs the other three fields together.
 ENVIRONMENT_WEIGHTS = {
     "structure": 0.1,
-    "next_state": 0.25,  # the very FEN
+    "next_state": 0.25,  # the exact FEN
     "words": 0.3,  # share of its words that are right: eight ranks, turn, castling, en passant, two clocks
     "similarity": 0.1,  # how close each word is, by edit distance
     "reward": 0.05,  # by distance
@@ -249,7 +249,7 @@ def grade(question, text, hit_limit=False):
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 
-# ---- The grammar of answers. Only the space separates, and a run of spaces counts as one; digits are ASCII.
+# ---- The grammar of answers. Only spaces separate words, and a run of them counts as one; digits are ASCII.
 
 UCI = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from nanorook.settings import fail
 from nanorook.task import prompt_ids
 
-CHECK_EVERY = 8  # tokens between checks whether all rows have ended; each check is a GPU sync
-GROW_BY = 16  # tokens by which a CPU's cache grows; attention reads all of it
+CHECK_EVERY = 8  # tokens between checks for the end of all rows; each check is a GPU sync
+GROW_BY = 16  # tokens by which the cache grows on a CPU; attention reads all of it
 
 
 class Batch(NamedTuple):
@@ -25,9 +25,9 @@ class Batch(NamedTuple):
 
     prompts: torch.Tensor  # (B, P) padded on the right
     prompt_lengths: torch.Tensor  # (B,)
-    tokens: torch.Tensor  # (N, T) filled up with the end token
+    tokens: torch.Tensor  # (N, T) padded with the end token
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
-    rollout_logprobs: torch.Tensor  # (N, T) under the distribution that was sampled; 0 outside the mask, and if greedy
+    rollout_logprobs: torch.Tensor  # (N, T) under the distribution sampled from; 0 outside the mask, and if greedy
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     advantages: torch.Tensor | None = None  # (N, T)
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
@@ -54,10 +54,10 @@ class Answer(NamedTuple):
 
 
 def sample(model, questions, group_size, limits, temperature=1.0, noise=None, max_rows=None):
-    """Samples `group_size` answers to each question. Yields (Batch, its Answers), one kind after another, each in order
-    and in batches of whole groups, of `max_rows` rows at most. `limits`: {kind: most tokens of an answer}. `noise`:
-    uniform numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not
-    depend on what is sampled beside it."""
+    """Samples `group_size` answers to each question. Yields (Batch, its Answers), kind by kind and each in order; a
+    batch has whole groups, and at most `max_rows` rows. `limits`: {kind: most tokens of an answer}. `noise`: uniform
+    numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not depend
+    on what is sampled beside it."""
     alike = {}  # {(kind, stop, stop_after): indices of questions}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
@@ -143,7 +143,7 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
 
 
 class Rows(NamedTuple):
-    """The rows that are decoded. A step changes the first five tensors in place, so that a graph can capture it."""
+    """The rows being decoded. A step changes the first five tensors in place, so that a graph can capture it."""
 
     t: torch.Tensor  # (1,) the number of the token that is drawn next, from 0
     newest: torch.Tensor  # (N, 1) the last token so far, the model's next input
@@ -194,7 +194,7 @@ def draw(logprobs, uniform):
 
 def microbatches(batch, most_tokens, has_kl):
     """[(part, has_gradient), ...]: whole groups of a batch, shortest first, in parts of at most `most_tokens`, padding
-    included. A KL gives each group a gradient, otherwise only advantages do; the others are run for their metrics."""
+    included. With a KL each group has a gradient, otherwise only one with advantages; the rest is run for metrics."""
     B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
     idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient

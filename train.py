@@ -6,11 +6,11 @@ STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
 TASK=examples/letters.py ./train.sh              another task
 
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
-(grpo.py), and take one step on the loss. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
+(grpo.py), and update the weights. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
 
 Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
 do not change the loss; the first step checks that sampler, policy and reference agree; a run that breaks goes back to
-its last good state. Left out: a value model, a replay of old answers, a second engine for sampling.
+its last good state. Left out: a value model, a replay buffer, a separate inference engine.
 """
 
 import copy
@@ -36,26 +36,26 @@ if __name__ == "__main__":
     settings.read_user()  # only as a program: when imported, train.py keeps the defaults
 
 # fmt: off
-TASK                    = setting("TASK", "rewards.py", "the file that asks and grades; docs/tasks.md says what it provides")
+TASK                    = setting("TASK", "rewards.py", "the task: a file that asks questions and grades answers; docs/tasks.md says what it has to provide")
 heading(f"The task {TASK}")
 task                    = load(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
-MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; above 50M parameters with defaults for its size (nanorook/sizes.py); empty: the task's own start model")
+MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; models above 50M parameters get defaults for their size (nanorook/sizes.py); empty: the task's own start model")
 SIZE_DEFAULTS           = sizes.defaults(MODEL, task)  # none for a small model
 settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # again, with those for the model's size
-DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (own lines, RookWorld's, FEN, EPD, PGN)")
+DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of rook.label)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
-SEED                    = setting("SEED", 0, "decides questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
+SEED                    = setting("SEED", 0, "determines questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
 STEPS                   = setting("STEPS", 50, "number of rollout batches to learn from", low=1)
-BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, prompts in a step", low=1)
-GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, completions of each prompt", low=2)
-TEMPERATURE             = setting("TEMPERATURE", 1.0, "of sampling, and so of the distribution that is trained", low=1e-3)
-EPOCHS                  = setting("EPOCHS", 1, "updates from one rollout batch", low=1)
+BATCH_POSITIONS         = setting("BATCH_POSITIONS", 48, "B, the number of prompts in a step", low=1)
+GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, the number of completions for each prompt", low=2)
+TEMPERATURE             = setting("TEMPERATURE", 1.0, "the temperature of sampling, and so of the distribution that is trained", low=1e-3)
+EPOCHS                  = setting("EPOCHS", 1, "number of updates from each rollout batch", low=1)
 OVERFIT                 = setting("OVERFIT", False, "ask the same questions at every step: can the loop learn at all?")
-CONTROL                 = setting("CONTROL", "none", "a control run without information: zero advantages, or rewards shuffled within groups, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
+CONTROL                 = setting("CONTROL", "none", "makes a control run, whose rewards carry no information: zero advantages, or rewards shuffled within groups, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
@@ -66,7 +66,7 @@ MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled 
 heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
-SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation, or pay rare successes more (mean), see grpo.advantages", one_of=("none", "std", "mean"))
+SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), or pay rare successes more (mean), see grpo.advantages", one_of=("none", "std", "mean"))
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: pay for the best of k answers, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with EPOCHS=1, as all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
@@ -75,19 +75,19 @@ KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=gr
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 
 heading("Evaluation, checkpoints, logs")
-EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after", low=0)
+EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
-EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each held-out question before and after, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each held-out question before and after the run, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
 REPORT_TO               = setting("REPORT_TO", "none", "also send figures and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
-RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this after going back", low=0, high=1)
-MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "skipped updates in a row after which the run goes back", low=1)
+RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this each time the run goes back", low=0, high=1)
+MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update, after which the run goes back", low=1)
 
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
-DTYPE                   = setting("DTYPE", "auto", "of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
+DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "most tokens in one forward pass of the update; limits memory, changes nothing else; 0: 4096 on a CPU, by free memory on CUDA", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update; limits memory and changes nothing else; 0: 4096 on a CPU, as many as fit into free memory on CUDA", low=0)
 NPROC                   = setting("NPROC", 1, "number of processes on this machine; one for each GPU", low=1)
 # fmt: on
 
@@ -103,16 +103,16 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
-        values = values[shuffled(answers, group_size, seed)]  # each answer has those of a random one in its group
+        values = values[shuffled(answers, group_size, seed)]  # each answer gets those of a random one in its group
     by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
-    advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): a token's is the sum of the pieces that judge it
+    advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
     return batch._replace(advantages=advantages.to(batch.tokens.device))
 
 
 def forward(model, batch, temperature):
-    """Logprobs and entropies (N, T) of a batch's completions, under the distribution that was sampled."""
+    """Logprobs and entropies (N, T) of a batch's completions, under the distribution that they were sampled from."""
     states = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, C)
     return grpo.logprobs_and_entropy(states, batch.tokens, temperature, model.head, model.config.vocab_size)
 
@@ -125,7 +125,7 @@ def compiled_score():
 
 
 def loss_and_sums(logprobs, batch, normalizer, kl_coef):
-    """What a batch adds to the loss, and for the metrics sums over its tokens."""
+    """What a batch adds to the loss, and sums over its tokens for the metrics."""
     mask, old_logprobs = batch.completion_mask, batch.old_logprobs
     loss, sums = grpo.policy_loss(
         logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
@@ -183,7 +183,7 @@ def update(model, reference, optimizers, batches, most_tokens):
                 optimizer.step()
         model.zero_grad(set_to_none=True)
     broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
-    # The first epoch is about the weights that sampled; how far the updates went from them is seen in the last epoch.
+    # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
     first, last, tokens = epochs[0], epochs[-1], int(epochs[0]["tokens"])
     metrics = {"loss": first["loss"], "tokens": tokens, "skipped": skipped, "broken": broken}
     metrics |= {name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first}
@@ -247,7 +247,7 @@ def make_optimizers(model):
 
 
 def make_reference(model):
-    return copy.deepcopy(model).inference_copy(model.dtype)  # alone, an inference copy would share the policy's weights
+    return copy.deepcopy(model).inference_copy(model.dtype)  # without deepcopy it would share the policy's weights
 
 
 def start():
@@ -282,8 +282,8 @@ def start():
 
     items, held_out = load_items(task, DATA, model.config)
     if len(items) < BATCH_POSITIONS or not held_out:
-        fail(f"DATA={DATA} has {len(items)} items to train on, for BATCH_POSITIONS={BATCH_POSITIONS}, and "
-             f"{len(held_out)} held out, which is too few; provide more.")  # fmt: skip
+        fail(f"DATA={DATA} has {len(items)} items to train on and {len(held_out)} held out, but at least "
+             f"BATCH_POSITIONS={BATCH_POSITIONS} and 1 are needed; provide more.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # only to find the task's mistakes

@@ -1,4 +1,4 @@
-"""Chats in the form that an instruction-tuned model knows: by its folder's template, which no message can escape."""
+"""Chats in the form that an instruction-tuned model knows, by its folder's template. No message can break that form."""
 
 import functools
 import json

@@ -27,7 +27,7 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
-WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # files of a folder on the hub
+WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # what is downloaded from the hub
 
 
 def fetch(source, wanted=WANTED):
@@ -79,7 +79,7 @@ def read_json(file):
         content = dict(json.loads(file.read_text(encoding="utf-8")))
         return copy.deepcopy(content)  # copies of the model contain it, so excessive nesting has to show here
     except (ValueError, TypeError, OSError, RecursionError) as error:
-        fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
+        fail(f"{file}: expected a JSON object, in a folder such as transformers saves ({error}).")
 
 
 def architecture(folder):
@@ -161,7 +161,7 @@ def to_gpt2(weights):
 
 def write(path, files):
     """Writes files {name: bytes} to a folder. A new folder appears whole or not at all; in an existing one each file is
-    replaced at once, and other files are kept."""
+    replaced as a whole, and other files are kept."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))

@@ -15,7 +15,7 @@ def choose_device(name="auto"):
     gpus = torch.cuda.device_count()
     usable = ["cuda", *(f"cuda:{i}" for i in range(gpus)), "cpu"] if gpus else ["cpu"]
     if name not in ("auto", *usable):
-        fail(f"this machine has no device {name} to train on; use auto, {', '.join(usable)}.")
+        fail(f"this machine has no device {name} to train on; use {' or '.join(['auto', *usable])}.")
     return torch.device(usable[0] if name == "auto" else name)
 
 
@@ -43,7 +43,7 @@ def fastest_dtype(device):
 
 
 # Memory in training. What a block keeps of a token for the backward pass is counted on a few tokens, as it depends on
-# the architecture; attention keeps its inputs besides, and a number for each head and key. For GPT-2 124M in bf16 this
+# the architecture; attention also keeps its inputs, and a number for each head and key. For GPT-2 124M in bf16 this
 # gives 461, 479 and 491 kB a token, logits included, for 40, 100 and 144 tokens after prompts of 60, where a forward
 # pass on a CPU kept 449, 483 and 493. In the backward pass the logits have two gradients at once. Their fp32 copies
 # are at most four of 2**28 numbers, see grpo.logprobs_and_entropy. A parameter needs its gradient, AdamW's moments,
@@ -51,7 +51,7 @@ def fastest_dtype(device):
 
 
 def kept_by_a_block(model, tokens):
-    """The bytes that a block keeps for so many tokens and for its weights; attention adds only its inputs."""
+    """The bytes that a block keeps for this many tokens and for its weights; attention adds only its inputs."""
     sizes, x = {}, torch.zeros(1, tokens, model.config.n_embd, device=model.wte.weight.device, requires_grad=True)
 
     def keep(x):
@@ -65,7 +65,7 @@ def kept_by_a_block(model, tokens):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         output = model.h[0](x, 0, attend)
-    return sum(size for _, size in sizes.values()), output  # whose graph keeps them
+    return sum(size for _, size in sizes.values()), output  # its graph keeps these tensors
 
 
 def bytes_of_a_token(model, keys):

@@ -1,7 +1,7 @@
 """Dashboards: REPORT_TO=wandb, trackio or tensorboard sends a run there. No other run needs these packages.
 
 Each gets the settings, the metrics of every step, held-out skill with the ends of its intervals, and some graded
-answers. A resumed run continues its record: in wandb by its id, which takes wandb's server (offline, the run begins
+answers. A resumed run continues its record: in wandb by its id, which needs wandb's server (offline, the run begins
 another record), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard.
 """
 

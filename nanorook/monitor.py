@@ -38,10 +38,10 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
-            ("yellow", highest - reward < 1e-6 and reward < 0.8, f"all {kind} rewards are {reward:.4g}: is it a cap?"),
+            ("yellow", highest - reward < 1e-6 and reward < 0.8, f"every {kind} reward is {reward:.4g}: is that a cap?"),
             ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
-             f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit of new tokens"),
+             f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit on new tokens"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and read samples.jsonl"),
             ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or reward partial success"),
             ("yellow", alike > 0.5 and reward < 0.8,
@@ -101,8 +101,8 @@ def intervals(answers):
 
 
 def pass_at_k(values, n, k):
-    """For each question an unbiased estimate of the chance that one of k answers is right, from n answers, of value 1
-    if right (Chen et al., 2021, Evaluating Large Language Models Trained on Code); None if none has a value."""
+    """For each question an unbiased estimate of the chance that one of k answers is right, from n answers, whose value
+    is 1 if right (Chen et al., 2021, Evaluating Large Language Models Trained on Code); None if none has a value."""
     groups = [values[i : i + n] for i in range(0, len(values), n)]
     return [None if {*g} == {None} else 1 - math.comb(n - g.count(1), k) / math.comb(n, k) for g in groups]
 
@@ -115,7 +115,7 @@ def pass_rates(answers, n):
 
 
 def describe_answers(answers, group_size):
-    """The metrics of all answers of a step, those of a group next to each other: over all kinds ("reward"), of each one
+    """The metrics of a step's answers, which come group by group: over all kinds ("reward"), of each kind
     ("policy/reward", "policy/legal"), and what each piece of the reward paid ("policy/earned/legal")."""
     result = {"reward_std": stdev(answer.grade.reward for answer in answers)}
     for prefix, some in [("", answers), *((f"{kind}/", some) for kind, some in by_kind(answers).items())]:

@@ -54,7 +54,7 @@ def launched():
 
 def launch(processes):
     """Starts this program again for every other rank, in a session of its own, so that Ctrl-C reaches this one alone.
-    torchrun would pass it on, and 30 seconds later kill any process that is still at its step, before it has saved."""
+    torchrun would pass it on, and 30 seconds later kill any process that is still in its step, before it has saved."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
@@ -68,7 +68,7 @@ def launch(processes):
 
 
 def another_has_ended(error):
-    """Whether a process gets this error when another one of its run has ended; gloo's has no class of its own."""
+    """Whether this is the error that a process gets when another one of its run has ended. Gloo's has no own class."""
     return world() > 1 and (isinstance(error, dist.DistError) or "connection" in str(error).lower())
 
 

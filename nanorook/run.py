@@ -1,7 +1,7 @@
 """The state of a run: how it begins, is resumed, goes back, is saved and ends.
 
-OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt, everything that one step leaves to the next. It appears
-whole or not at all; the two newest are kept, and the one with the best evaluation.
+OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt, which has everything that one step leaves to the next. It
+appears whole or not at all; the two newest are kept, and the one with the best evaluation.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Run:
         self.out = Path(out)
         self.step = 0  # steps made so far
         self.dtype = ""  # of the matrix products, chosen once: a second measurement might choose another one
-        self.microbatch = 0  # most tokens of one, likewise
+        self.microbatch = 0  # the most tokens in one, likewise
         self.start_hash = ""  # of the start model's weights
         self.skill = {}  # {"before", "step 40", "after": {figure: (mean, half-width, values of the questions)}}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
@@ -154,8 +154,8 @@ class Run:
                 shutil.rmtree(path)
 
     def leave(self, model, signal=0):
-        """Writes the trained model with its card, the verdict and the report, even if a signal has stopped the run. If
-        the report fails, the run does not; if the verdict is red, it does, so that a script notices."""
+        """Writes the trained model with its card, the verdict and the report, even if a signal has stopped the run. A
+        report that fails does not fail the run, but a red verdict does, so that a script notices."""
         if parallel.rank() == 0:
             model.save(self.out / "model")
             lines, file = verdict(self.out), self.out / "run.json"
@@ -194,7 +194,7 @@ def explain(error, task, continuation):
         fail(f"a file could not be read or written ({error}); {continuation}")
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
         fail(f"out of memory: set MICROBATCH_TOKENS below the number printed at the start, or lower GROUP_SIZE or the "
-             f"limits of new tokens {task.LIMITS}; {continuation}")  # fmt: skip
+             f"limits on new tokens {task.LIMITS}; {continuation}")  # fmt: skip
     if not parallel.another_has_ended(error):
         raise error
     fail(f"another process of this run has ended, see above; {continuation}")
@@ -210,7 +210,7 @@ def restore(model, optimizers, weights, moments):
 
 
 def to_host(state):
-    """A copy of tensors in dicts and lists in host memory: on a GPU it would take memory from microbatches."""
+    """A copy, in host memory, of tensors in dicts and lists. On a GPU it would take memory from microbatches."""
     if torch.is_tensor(state):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, list):

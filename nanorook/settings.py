@@ -1,4 +1,4 @@
-"""Settings by name: from NAME=value arguments, the environment, a run (for tools), the task's defaults, the defaults.
+"""Settings, each from the first that has it: NAME=value arguments, environment, a run (for tools), task, train.py.
 
 A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one, and the code
 then uses LR. Only a program that is run calls `read_user`, before its first setting; imported, it keeps the defaults.

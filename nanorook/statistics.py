@@ -6,8 +6,8 @@ from statistics import NormalDist, fmean, variance
 import numpy as np
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 95 %, for 1, 2, ... degrees of freedom
-# Rare successes or changes are seen a few times only. If by chance they are seen less often, the variance also looks
-# smaller. Adding 2 to the sum of squares corrects it (Agresti & Coull, 1998; differences: Bonett & Price, 2012).
+# Rare successes or changes are seen only a few times. If by chance they are seen less often, the variance also looks
+# smaller. Adding 2 to the sum of squares corrects this (Agresti & Coull, 1998; differences: Bonett & Price, 2012).
 RARE = 2
 
 
@@ -17,7 +17,7 @@ def are_shares(values):
 
 
 def student(freedom):
-    """Between the entries of the table it is a little too large, never too small."""
+    """The factor for a 95 % interval; between the entries of STUDENT it is a little too large, never too small."""
     if freedom > 9:
         return 1.96 + 2.5 / freedom
     return float(np.interp(1 / freedom, [1 / n for n in range(9, 0, -1)], STUDENT[::-1]))
@@ -96,8 +96,8 @@ def shared_variance(questions, values):
 def over_seeds(figures, shared=0.0):
     """The mean over seeds, and the half-width of its 95 % interval for other seeds and other questions.
     figures: (mean, half-width) of each seed; `shared` is their shared_variance, 0 if each asked its own questions."""
-    # If a seed's mean has the variance V, and two seeds' means the covariance C (here `shared`), that of the mean over
-    # n seeds is (V + (n - 1) C) / n. The variance between the seeds is V - C on average, so it is that / n + C.
+    # If a seed's mean has the variance V, and two seeds' means the covariance C (here `shared`), the mean over n seeds
+    # has the variance (V + (n - 1) C) / n = (V - C) / n + C, and V - C is, on average, the variance between the seeds.
     n, means = len(figures), [mean for mean, _ in figures]
     if n == 1:
         return means[0], math.inf

@@ -1,7 +1,7 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file.
 
 `Task` is what such a file provides. The functions below it call the task and check what it returns, so that a mistake
-ends with a clear message. docs/tasks.md leads from an idea to a table; examples/letters.py is a small task.
+ends with a clear message. docs/tasks.md leads from an idea to results; examples/letters.py is a small task.
 """
 
 import copy
@@ -30,7 +30,7 @@ class Question(NamedTuple):
     prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token, as nanorook.chat makes them
     truth: Any  # what grade() needs; it must fit into JSON, as it is written to samples.jsonl
     stop: str = ""  # a token that contains this text ends an answer, too
-    stop_after: int = 0  # an answer's first tokens in which the stop is ignored, as one may begin with a space
+    stop_after: int = 0  # number of an answer's first tokens that the stop does not end, as one may begin with a space
 
 
 class Grade(NamedTuple):
@@ -124,8 +124,8 @@ def start_model(task):
     return str(source)
 
 
-# A resumed run calls the task again and must get the same. So the global random module is seeded for each call, and the
-# task receives its own copy of the list, which it may shuffle.
+# A resumed run calls the task again and must get the same results. So the global random module is seeded for each call,
+# and the task receives its own copy of the list, which it may shuffle.
 
 
 def load_items(task, source, config):
@@ -148,7 +148,7 @@ def make_questions(task, items, count, rng, config):
 
 
 def first_questions(task, items, count, rng, config):
-    """The same, with checks that would slow down later steps: items are unchanged, and truths fit into JSON."""
+    """As make_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON."""
     before = pickle.dumps(items)
     questions = make_questions(task, items, count, rng, config)
     if pickle.dumps(items) != before:
@@ -192,8 +192,8 @@ def graded(task, answers):
 def shuffled(answers, group_size, seed):
     """CONTROL=shuffle: for each answer the index of the one in its group whose values it is paid, all pieces together.
     A piece still judges the answer's own tokens. A uniformly random permutation keeps the rewards and noise of a run
-    and leaves no gradient on average, so no reward has taught what the control gains. An answer may keep its values: if
-    none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so it does not
+    and leaves no gradient on average, so whatever the control gains, no reward taught it. An answer may keep its values:
+    if none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so it does not
     depend on which process has the group."""
     seeds = [f"{seed}{prompt_text(answer.question.prompt)}" for answer in answers[::group_size]]
     orders = [Random(seed).sample(range(group_size), group_size) for seed in seeds]

@@ -109,7 +109,7 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls, pairs=()):
-        """A token for each byte (0 to 255), then one for each of some pairs of bytes; the last one ends a text."""
+        """A token for each byte (0 to 255), one for each of `pairs` of bytes, and last the one that ends a text."""
         ranks = {bytes([b]): b for b in range(256)} | {pair.encode(): 256 + i for i, pair in enumerate(pairs)}
         return cls(ranks, {END: len(ranks)}, (len(ranks),), splits=[])
 

@@ -71,17 +71,17 @@ def verdict(out):
     if others := [name for name in changed if name not in shares]:
         lines.append(f"Also changed: {in_words(others, first, last, gains)}.")
     if unpaid and unpaid != kinds:
-        lines.append(f"No answer to {' or '.join(unpaid)} earned anything: {why_unpaid(rows, unpaid)}.")
+        lines.append(f"No answer to {' or '.join(unpaid)} questions earned anything: {why_unpaid(rows, unpaid)}.")
     if right := already_right(first, kinds):
-        lines.append(f"The most likely answers to {' and '.join(right)} were right before the run, so greedy answers "
-                     "had nothing to gain there; only sampled ones could improve.")  # fmt: skip
+        lines.append(f"The most likely answers to {' and '.join(right)} questions were right before the run, so greedy "
+                     "answers had nothing to gain there; only sampled ones could improve.")  # fmt: skip
     answers = sum(round(row["tokens"] / max(row["length"], 1e-9)) for row in rows)
     spent = timedelta(seconds=round(sum(sum(row["seconds"].values()) for row in rows)))
     steps, asked = f"{rows[-1]['step']}", ""
     if title != "after":
         steps += f" of {settings['STEPS']}"
         asked = f"; held-out questions were last asked {'before the run' if title == 'before' else f'at {title}'}"
-    lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} without evaluations{asked}.")
+    lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} excluding evaluations{asked}.")
     folder = shlex.quote(str(out))
     lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
                  f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip
@@ -89,7 +89,7 @@ def verdict(out):
 
 
 def is_share(name, *skills):
-    """Whether its unit is known and more of it is a rise: a reward, or a metric that is a share."""
+    """Whether a figure's unit is known and more of it is better: a reward, or a metric that is a share."""
     return " reward " in name or all(0 <= value <= 1 for skill in skills for value in known(skill[name][2]))
 
 

@@ -11,8 +11,8 @@ BEST, FIVE, LEGAL, ILLEGAL = "#009e73", "#0072b2", "#e69f00", "#c8203c"  # green
 
 
 def draw(question, text):
-    """Arrows are the moves of an answer: green the engine's best or a mate, blue another of its five or a check, amber
-    legal, red illegal; the faint ones are candidates. Red squares differ from the true next position."""
+    """Arrows are the moves of an answer: green for the engine's best or a mate, blue for another of its five or a
+    check, amber for legal, red for illegal; candidates are faint. Red squares differ from the true next position."""
     fen, asked = read_prompt(question.prompt)
     shown, truth, wrong = chess.Board(fen), question.truth, {}
     colours, turn = {move.uci(): LEGAL for move in shown.legal_moves}, shown.turn

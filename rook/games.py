@@ -121,12 +121,12 @@ def main():
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", help="a model folder or hub id")
     p.add_argument("--opponent", choices=["self", "stockfish"], default="self")
-    p.add_argument("--games", type=number(int, 1), default=100, help="how many")
-    p.add_argument("--start", choices=["held-out", "initial"], default="held-out", help="initial: as chess begins")
+    p.add_argument("--games", type=number(int, 1), default=100, help="number of games")
+    p.add_argument("--start", choices=["held-out", "initial"], default="held-out", help="initial: the usual start")
     p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
     p.add_argument("--skill", type=number(int, 0, 20), default=0, help="Stockfish's Skill Level, 0 to 20")
-    p.add_argument("--nodes", type=number(int, 1), default=1000, help="that Stockfish searches for a move")
-    p.add_argument("--data", default="builtin", help="positions, of which the held-out are used")
+    p.add_argument("--nodes", type=number(int, 1), default=1000, help="nodes that Stockfish searches for a move")
+    p.add_argument("--data", default="builtin", help="a file of positions; only the held-out ones are used")
     p.add_argument("--pgn", metavar="OUT", type=output_file, help="also write the games to this file")
     a = p.parse_args()
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
@@ -137,7 +137,7 @@ def main():
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     columns, pgn = [], ""
     for t in dict.fromkeys(a.temperature):
-        starts = held or [START] * (a.games if t or opponent else 1)  # all would be the same game
+        starts = held or [START] * (a.games if t or opponent else 1)  # greedy games against itself would all be the same
         boards, ends = play(model, starts, t, opponent)
         found = count(a.opponent, boards, ends)
         columns.append([f"T={t:g}, n={len(boards)}", *(with_interval(*interval(values)) for values in found.values())])

@@ -111,7 +111,7 @@ def lock(file, name):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"{name} is in use by another run; wait for its end, or name another one.")
+        fail(f"{name} is in use by another run; wait for it to end, or name another one.")
 
 
 def resume(file, header):
@@ -123,7 +123,7 @@ def resume(file, header):
     if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
         file.truncate(0)
         file.write(header)
-        file.flush()  # before workers fork, who would have it in their buffers
+        file.flush()  # before workers fork, or they would have it in their buffers
         return []
     if not text.startswith(header):
         fail(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
@@ -140,7 +140,7 @@ def resume(file, header):
 def run(args):
     out, partial, path = args.out, f"{args.out}.partial", require()
     if os.path.exists(out) and not os.path.exists(partial):
-        fail(f"{out} is there already: delete it to make it again.")
+        fail(f"{out} already exists: delete it to make it again.")
     probe = Engine(path)
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
@@ -193,12 +193,12 @@ def run(args):
 def main():
     parser = argparse.ArgumentParser(prog="python -m rook.label", description="Label positions with Stockfish.")
     parser.add_argument("out", metavar="OUT", type=output_file, help="the file to make, gzipped if it ends in .gz")
-    parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="what to label (default: self-play)")
+    parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="positions to label (default: self-play)")
     many, cores = number(int, 1), os.cpu_count()
-    parser.add_argument("--positions", type=many, help="how many (default: 22000 from self-play, all from files)")
-    parser.add_argument("--nodes", type=many, default=NODES, help=f"of a search (default: {NODES})")
-    parser.add_argument("--seed", type=int, default=0, help="of self-play (default: 0)")
-    parser.add_argument("--workers", type=many, default=cores, help="processes (default: one for each core)")
+    parser.add_argument("--positions", type=many, help="number of them (default: 22000 from self-play, all of the files')")
+    parser.add_argument("--nodes", type=many, default=NODES, help=f"nodes in a search (default: {NODES})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of self-play (default: 0)")
+    parser.add_argument("--workers", type=many, default=cores, help="number of processes (default: one for each core)")
     args = parser.parse_args()
     again = f"the same command continues from {args.out}.partial"
     try:
@@ -207,7 +207,7 @@ def main():
         print(f"\nStopped; {again}.", file=sys.stderr, flush=True)
         os._exit(130)  # workers end with this process, and do not finish their units
     except BrokenProcessPool:
-        fail(f"A worker was killed, perhaps for lack of memory (--workers asks for fewer); {again}.")
+        fail(f"a worker was killed, perhaps for lack of memory (a lower --workers takes less); {again}.")
     except EngineError as error:
         fail(f"Stockfish ({require()}) {error}.")
     except OSError as error:

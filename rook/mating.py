@@ -16,7 +16,7 @@ MATES = positions.BUILTIN.with_name("mates.txt.gz")
 
 def beside(source, *sides):
     """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
-    latter come from the data, too, unless one of the two sides has none."""
+    latter come from the data, too, unless it has none to train on or none that is held out."""
     mates = embedded() if all(sides) else ([], [])
     if source != "builtin" and all(sides):
         own = [find(side) for side in sides]
@@ -28,7 +28,7 @@ def beside(source, *sides):
 
 
 def find(found):
-    """The positions with a mate in one, by the rules; where there are labels, they tell. At most 50,000 positions are
+    """The positions with a mate in one; a label that says otherwise rules a position out. At most 50,000 positions are
     searched, which takes about 15 seconds without labels."""
     found = [p for p in found if not p.moves or p.moves[0][1] == MATE - 1]
     found = random.Random(0).sample(found, min(50_000, len(found)))

@@ -41,7 +41,7 @@ from rook.label import lock, start_worker
 # A token of RookWorld's texts is pieces, a number, a letter of a square or a header, or a sign; or it is the space.
 TEXT_TOKEN = re.compile(r" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
 LEGAL_WEIGHT = 4.0  # the weight of the loss on probability that leads to no legal move, see texts.legal_tokens()
-WARMUP = 100  # in the first steps the learning rates rise
+WARMUP = 100  # steps over which the learning rates rise
 TOKENIZERS = {
     "squares": partial(Tokenizer.of_bytes, chess.SQUARE_NAMES),  # a move is two tokens
     "expanded": Tokenizer.of_bytes,
@@ -55,26 +55,26 @@ def arguments():
     p = argparse.ArgumentParser("python -m rook.pretrain", usage, formatter_class=style)
     count, rate = number(int, 1), number(float, 0, 1)
     p.add_argument("out", type=Path, help="the model folder to write; run the same command again to resume")
-    p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as rook/positions.py reads")
-    p.add_argument("--init", help="start from this model; its format and sizes then hold")
-    p.add_argument("--format", default="squares", choices=TOKENIZERS, help="of the texts, see rewards.py")
+    p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as rook/positions.py reads them")
+    p.add_argument("--init", help="start from this model, with its format and sizes")
+    p.add_argument("--format", default="squares", choices=TOKENIZERS, help="format of the texts, see rewards.py")
     p.add_argument("--tokenizer", help="a folder with tokenizer files, for --format rookworld instead of GPT-2's")
     p.add_argument("--layers", type=count, default=6, help="12 for GPT-2 124M")
     p.add_argument("--width", type=count, default=256, help="768 for GPT-2 124M")
     p.add_argument("--heads", type=count, default=8, help="12 for GPT-2 124M")
-    p.add_argument("--positions", type=number(int, 288), default=320, help="the longest text; 1024 for GPT-2 124M")
-    p.add_argument("--steps", type=count, default=32000, help="where the run ends, counted from its beginning")
-    p.add_argument("--decay", type=rate, default=0.3, help="last share of --steps, where the rates fall to zero")
-    p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="until L: texts have faded")
-    p.add_argument("--rows", type=number(int, 8), default=32, help="texts in a step; 1024 suits a GPU")
+    p.add_argument("--positions", type=number(int, 288), default=320, help="the most tokens in a text; 1024 for GPT-2 124M")
+    p.add_argument("--steps", type=count, default=32000, help="number of steps, from the beginning of the run")
+    p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
+    p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="steps until L: texts have faded")
+    p.add_argument("--rows", type=number(int, 8), default=32, help="number of texts in a step; 1024 suits a GPU")
     p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
-    p.add_argument("--eval-every", type=count, default=250, help="steps between saves with a line of skill")
-    p.add_argument("--eval-positions", type=count, default=64, help="held-out positions for that line")
-    p.add_argument("--workers", type=number(int, 0), default=0, help="processes that make texts; 0: this one does")
+    p.add_argument("--eval-every", type=count, default=250, help="steps between saves, each with an evaluation")
+    p.add_argument("--eval-positions", type=count, default=64, help="held-out positions in an evaluation")
+    p.add_argument("--workers", type=number(int, 0), default=0, help="number of processes that make texts; 0: this one does")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
-    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the first weights and of all draws")
+    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of the first weights and of all draws")
     p.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: cuda if there is one")
     a = p.parse_args()
     if a.width % a.heads:
@@ -199,7 +199,7 @@ def save(out, model, dtype, state):
     unfinished = out / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
     model.save(unfinished / "model", dtype)
-    torch.save(state, content := BytesIO())  # into a file, it would not say that the disk is full
+    torch.save(state, content := BytesIO())  # writing to a file, it would not report a full disk
     (unfinished / "trainer.pt").write_bytes(content.getbuffer())
     # trainer.pt comes first: a folder with a model and without it is refused as another program's
     for file in (unfinished / "trainer.pt", *(unfinished / "model").iterdir()):
@@ -211,7 +211,7 @@ def load_state(file, config):
     """What a run needs to resume; {} at its beginning."""
     if not file.exists():
         return {}
-    try:  # to the CPU, where AdamW's step counters stay: on CUDA each costs a wait at every step
+    try:  # to the CPU, where AdamW's step counters stay: on CUDA each would be a GPU sync at every step
         if bad := ZipFile(file).testzip():  # torch.load does not check the sums
             raise ValueError(bad)
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -219,7 +219,7 @@ def load_state(file, config):
             return state
     except Exception:  # a damaged pickle may raise anything
         pass
-    fail(f"{file} is damaged or of another model; name another folder.")
+    fail(f"{file} is damaged or belongs to another model; name another folder.")
 
 
 def main():
@@ -233,7 +233,7 @@ def main():
     labelled = [p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p)]
     labelled, held_out = positions.split(labelled)
     if not labelled or not held_out:
-        fail("the data has no labelled positions to train on and to hold out; label some with python -m rook.label.")
+        fail("the data has no labelled positions to train on, or none to hold out; label some with rook.label.")
     rare, rng = texts.rare_kinds(labelled), random.Random(0)
     chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))
     questions = [rewards.policy_question(p, text_format) for p in chosen]
@@ -258,7 +258,7 @@ def main():
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        # A kill may have come between the files of a save.
+        # The run may have been killed between two files of a save.
         save(args.out, with_all_rows(model, row_of), weights_dtype, state)
         tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden

@@ -25,7 +25,7 @@ def find():
     """The path of the program, from STOCKFISH_PATH or from PATH; None if there is none."""
     path = os.environ.get("STOCKFISH_PATH") or shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")
     if path and not shutil.which(path):
-        fail(f"STOCKFISH_PATH is {path}, which is no program: set it to Stockfish's, or unset it to search PATH.")
+        fail(f"STOCKFISH_PATH is {path}, which is not a program: set it to Stockfish's, or unset it to search PATH.")
     return path
 
 
@@ -73,7 +73,7 @@ class Engine:
     def search(self, board, nodes=NODES, afresh=True):
         """The best moves as ((uci, centipawns), ...), best first, from the side to move's view: those of the last depth
         that was finished for all of them. Where the nodes run out within a depth, the engine reports some moves at this
-        one and others at the one before, which cannot be compared. `afresh`: nothing is known of earlier searches."""
+        one and others at the one before, which cannot be compared. `afresh`: earlier searches are forgotten."""
         legal = {move.uci() for move in board.legal_moves}
         count = min(CANDIDATES, len(legal))
         report, finished = [], []
@@ -104,9 +104,9 @@ def labelling_engine():
 
 def label(fen):
     """The best moves of a position without labels, as search() gives them; () without Stockfish, where only the rules
-    of chess grade. An engine that fails ends the run, since the reward would be another one without it."""
+    of chess grade. An engine that fails ends the run, since without it the reward would be a different one."""
     try:
         engine = labelling_engine()
         return engine.search(chess.Board(fen)) if engine else ()
     except EngineError as error:
-        fail(f"Stockfish {error}: label the positions beforehand with rook.label, or use the same command again.")
+        fail(f"Stockfish {error}: label the positions beforehand with rook.label, or run the same command again.")

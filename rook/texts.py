@@ -21,7 +21,7 @@ CUT = 0.75  # the first step's share of RookWorld's P: lines that end after thei
 JUDGE = 0.12  # the share of texts that mark moves as legal or not
 ENVIRONMENT = 0.4  # the environment's share of the other texts
 ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide every token, while a policy's moves and numbers are half chance
-UNCHANGED_WEIGHT = 0.3  # of the loss on squares that the move does not change; they are the most, and easy to learn
+UNCHANGED_WEIGHT = 0.3  # of the loss on squares that the move does not change: most of them, and easy to learn
 DECISIVE_WEIGHT = 5.0  # of the loss on the few tokens of an answer that matter most, see weigh()
 FIELD_WEIGHTS = {"M": 1, "E": 0.3, "B": 3, "": 0.1}  # of the loss on RookWorld's fields and, last, on their padding
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
@@ -78,7 +78,7 @@ def legal_text(position, rng, text_format):
 
 
 def judge_text(position, rng, text_format):
-    """16 moves, each with + if it is legal, or -. This is practice for the environment, whose texts judge one move."""
+    """16 moves, each with + if it is legal and - if not. This is practice for the environment, whose texts judge one move."""
     board = chess.Board(position.fen)
     legal = [move.uci() for move in board.legal_moves]
     moves = [rng.choice(legal) if rng.random() < 0.5 else positions.illegal_move(board, rng).uci() for _ in range(16)]
@@ -91,14 +91,14 @@ TASKS |= {"judge": judge_text, "legal": legal_text}
 
 
 def rare_kinds(labelled):
-    """Boards that rules are about and games seldom show, a list for each kind."""
+    """Boards for special rules, which games seldom show; a list for each kind."""
     rights = {"e1g1": "K", "e1c1": "Q", "e8g8": "k", "e8c8": "q"}
     kinds = [
         [p for p in labelled if p.moves[0][1] == MATE - 1],
         [p for p in labelled if any(rights.get(uci, "?") in p.fen.split(" ")[2] for uci, _ in p.moves)],  # castlings
         [p for p in labelled if any(len(uci) == 5 for uci, _ in p.moves)],  # promotions
         [p for p in labelled if p.fen.split(" ")[3] != "-"],  # en passant
-        [p for p in labelled if len(p.moves) < CANDIDATES],  # checks, and the last kings and pawns
+        [p for p in labelled if len(p.moves) < CANDIDATES],  # few legal moves: in check, or with few pieces
         [p for p in labelled if chess.Board(p.fen).is_check()],
         [p for p in labelled if int(p.fen.split(" ")[5]) <= 3],  # the first moves of games
         [p for p in labelled if int(p.fen.split(" ")[5]) <= 8],
@@ -169,7 +169,7 @@ def tokenize(texts, tokenizer, n_positions, text_format):
         targets[i, answered] = ids[len(prompt_ids) :]
         weights[i, answered] = answer_weights[: len(ids) - len(prompt_ids)]
         for place, tokens in legal_tokens(prompt, answer, tokenizer, text_format):
-            weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is no target itself
+            weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is not itself a target
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
         if prompt.startswith("A: ") and text_format in rewards.WIDTH:
@@ -188,7 +188,7 @@ def place_on_board(square):
 
 
 def weigh(prompt, answer, text_format):
-    """[(piece of the answer, weight of each of its tokens), ...]; the end token weighs what the last piece does."""
+    """[(piece of the answer, weight of each of its tokens), ...]; the end token weighs as much as the last piece."""
     if prompt.startswith("L: "):
         return [(answer, 1)]
     if text_format not in rewards.WIDTH:
@@ -237,7 +237,7 @@ def legal_tokens(prompt, answer, tokenizer, text_format):
         before, listed = prompt.partition("+")[0] + "+", prompt.split("+")[1]
     elif text_format not in rewards.WIDTH:
         before, space = before.rstrip(), " "  # which belongs to the move after it
-    separator = text_format in rewards.WIDTH  # is a token
+    separator = text_format in rewards.WIDTH  # whether the space between moves is a token of its own
     legal = [tokenizer.encode(space + move.uci()) for move in board.legal_moves]
     place = len(tokenizer.encode(before)) - 1
     for move in listed.split():

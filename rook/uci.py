@@ -46,7 +46,7 @@ def read_position(words):
     else:
         raise ValueError("a position is startpos, or fen and a FEN")
     if max(board.halfmove_clock, board.fullmove_number) > COUNTER:
-        raise ValueError("no game lasts so long")
+        raise ValueError("no game lasts that long")
     for word in words[at + 1 :]:
         try:
             if not (move := board.parse_uci(word.lower())):
@@ -83,8 +83,8 @@ def rank(model, board, moves):
 
 
 def choose(model, board, temperature, asked=()):
-    """The move to play, one of `asked` if any of them is legal. Tells the likeliest moves, each with its share of the
-    probability of all moves that it could be."""
+    """The move to play, one of `asked` if any of them is legal. Reports the likeliest moves, each with its share of the
+    probability of all moves that it chooses from."""
     legal = [move.uci() for move in board.legal_moves]
     moves = [move for move in legal if move in asked] or legal
     if not moves:

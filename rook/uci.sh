@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The model as one executable, as chess programs want it; the argument is a model folder or hub id.
+# The model as one executable, as chess programs expect it; the argument is a model folder or hub id.
 set -euo pipefail
 [ ! -d "${1:-}" ] || set -- "$(realpath "$1")"
 cd "$(dirname "$(realpath "$0")")/.."

@@ -72,7 +72,7 @@ def main():
     p.add_argument("--temperature", type=number(float, 0), help="for the sampled answers (default: the run's, or 1)")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of the sampled answers")
     a = p.parse_args()
-    task = task_file.load(setting("TASK", "rewards.py", "the file that asks and grades"))
+    task = task_file.load(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")
     text = " ".join(word for word in a.text if word.partition("=")[0] not in settings.SETTINGS)
     device, dtype = hardware.prepare()

@@ -125,7 +125,7 @@ def prepare(w, prompts, device, dtype):
         batch = generate(model.inference_copy(dtype), ids, w.group, [w.new] * len(ids), noise=noise)
         if w.kl is not None:
             for row in batch.tokens.tolist():
-                detokenize(model.tokenizer, row)  # for a verifier, whose own time is not that of the loop
+                detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
             keys = max(map(len, ids)) + w.new
             model.recompute = hardware.must_recompute(model, w.group * w.new, keys)
@@ -136,7 +136,7 @@ def prepare(w, prompts, device, dtype):
 
 
 def multiplications(w, model, prompts):
-    """Those with weights. A rollout is a forward pass; a step adds another, a backward pass of two, a reference's."""
+    """Those with weights: of a forward pass in a rollout; in a step of four, as backward takes two, or with a reference five."""
     new = w.prompts * w.group * w.new
     forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
     forward += model.head_weight.numel() * new
@@ -173,7 +173,7 @@ TRL = {  # the same, and arguments of GRPOConfig beside those of the workload
 
 
 def fused(w, options):
-    """The arguments of a model that does not have the defaults: transformers' gelu_new is many small operations."""
+    """Gives a model whose options are not the default a fused GELU: transformers' gelu_new is many small operations."""
     gpt2 = isinstance(w.config, GPTConfig)
     return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
 
@@ -304,7 +304,7 @@ def main():
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], metavar="WORKLOAD",
                    help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="number of rounds; figures are their medians")
-    p.add_argument("--only", default="", metavar="NAME", help="compare only with those named like this; nanorook: none")
+    p.add_argument("--only", default="", metavar="NAME", help="compare only with those whose names contain this; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()

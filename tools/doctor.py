@@ -58,7 +58,7 @@ def prepare(count):
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
-        fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; give more of them.")
+        fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; provide more.")
     return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 

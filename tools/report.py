@@ -1,7 +1,7 @@
 """Runs as one page that needs no network: python -m tools.report OUT_DIR ... writes OUT_DIR/report.html.
 
 It shows held-out skill beside the training curves, the states of all steps, answers and settings, for any task and even
-for a run that was killed. Several runs are shown beside each other with their differences, in
+for a run that was killed. Several runs are shown side by side with their differences, in
 report-beside-OTHERS.html in the first one's folder. What a model wrote is escaped, and the page allows no scripts.
 """
 

@@ -2,7 +2,7 @@
 # files in $NEEDS name.
 # PYTHON=/some/python is used as it is.
 if [ -n "${PYTHON:-}" ] && ! "$PYTHON" -c 'import importlib.util as i; assert i.find_spec("torch")' 2>/dev/null; then
-    echo "error: PYTHON=$PYTHON is no Python that has torch; install requirements.txt there, or leave PYTHON out." >&2
+    echo "error: PYTHON=$PYTHON is not a Python that has torch; install requirements.txt there, or leave PYTHON out." >&2
     exit 1
 fi
 if [ -z "${PYTHON:-}" ]; then
@@ -18,7 +18,7 @@ if [ -z "${PYTHON:-}" ]; then
             uv pip install --python "$PYTHON" --requirement "$file"
         else
             if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-                echo "error: Python 3.11 or later is needed as python3; install one, or name it with PYTHON=/path/to/python." >&2
+                echo "error: Python 3.11 or later is needed as python3; install one, or set PYTHON=/path/to/python to one that has torch." >&2
                 exit 1
             fi
             [ -x "$PYTHON" ] && "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv

@@ -45,7 +45,7 @@ def jackknife(rows, estimate):
     from leaving out each question in turn, so one heavy answer widens it and does not pass for signal.
     rows (n, d + 1): for each question the mean gradient of its groups, or a sketch of it; last, their mean square."""
     n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
-    if n < 3:  # without one there is no product
+    if n < 3:  # two are needed for a product, and one is left out
         return 0.0, torch.inf
     products = (vectors * (vectors.sum(0) - vectors)).sum(1)  # (n,) of each with all others
     terms = torch.stack([products, vectors.square().sum(1), squares[:, 0]])  # (3, n)
