@@ -1,10 +1,10 @@
-"""The first hour of a real model: SmolLM2-135M-Instruct (Allal et al., 2025) learns to add on a CPU.
+"""The first hour with a real model: SmolLM2-135M-Instruct (Allal et al., 2025) learns to add on a CPU.
 
     TASK=examples/adds.py ./train.sh        What is 47 + 38?   ->   47 + 38 = 85
 
-The start model talks about a sum and seldom finishes it. Nothing but the reward tells it how to answer; what it knows
-of addition from its training shows once it writes the sum down. SHOTS and MAX_NEW_TOKENS ask it in the usual way, with
-worked examples and room to think:
+The start model talks about a sum and seldom finishes it. Besides one example in the system prompt, only the reward
+tells it how to answer; what it knows of addition from its training shows once it writes the sum down. SHOTS and
+MAX_NEW_TOKENS ask it in the usual way, with worked examples and room to think:
 
     python -m tools.evaluate MODEL TASK=examples/adds.py SHOTS=8 MAX_NEW_TOKENS=64
 """
@@ -22,7 +22,7 @@ DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEP
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
 DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
-# Digits are tokens of their own: "47 + 38 = 85." has 12 and its end.
+# Digits are tokens of their own: "47 + 38 = 85." has 12 tokens and the end token.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 16, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"adds": MAX_NEW_TOKENS}
 SYSTEM = "You are a calculator. Example: 12 + 34 = 46."
@@ -46,7 +46,7 @@ def make_questions(items, count, rng, config):
 def question(text, config):
     """The question that a user types at tools.ask."""
     if not (found := re.fullmatch(r"([1-9]\d) ?\+ ?([1-9]\d)", text)):
-        fail(f"{text!r:.80} is not a sum of two numbers of two digits, such as 47 + 38.")
+        fail(f"{text!r:.80} is not a sum of two two-digit numbers, such as 47 + 38.")
     return ask(int(found[1]), int(found[2]), config)
 
 

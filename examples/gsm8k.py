@@ -1,10 +1,10 @@
-"""GSM8K: word problems of primary school, for an instruction-tuned model (Cobbe et al., 2021).
+"""GSM8K: word problems from primary school, for an instruction-tuned model (Cobbe et al., 2021).
 
     TASK=examples/gsm8k.py MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh
 
-The defaults are those of CISPO (MiniMax, 2025): a mean over all tokens, an upper clip alone, no KL and no division by
-the deviation of a group. DATA names a folder with the published train.jsonl and test.jsonl, gzipped or not; problems
-of train.jsonl are trained on, and those of test.jsonl are held out. By default both files are downloaded once.
+The defaults are those of CISPO (MiniMax, 2025): a mean over all tokens, only an upper clip, no KL and no division by
+the standard deviation of a group. DATA names a folder with the published train.jsonl and test.jsonl, gzipped or not;
+problems of train.jsonl are trained on, and those of test.jsonl are held out. By default both files are downloaded once.
 """
 
 import gzip
@@ -33,7 +33,7 @@ ASKED = 'Let\'s think step by step. End with a line that has "####" and then the
 
 WEIGHTS = {"form": 0.1, "number": 0.1, "right": 0.8}
 RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
-# As people write one: 70000, $70,000, -2.50, 7/2, 18. (the lengths are bounded since int() refuses very long texts).
+# As people write numbers: 70000, $70,000, -2.50, 7/2, 18. (the lengths are bounded as int() refuses very long texts).
 NUMBER = re.compile(r"(-\$?|\$?-?)(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})(\.\d{1,15})?(?:/(\d{1,15}))?\.?", re.ASCII)
 
 
@@ -88,7 +88,7 @@ def make_questions(items, count, rng, config):
 
 
 def ask(question, answer, config):
-    # A model that can think at length before it answers (Qwen3) would reach the limit first, so it does not.
+    # A model that can think at length before it answers (Qwen3) would reach the limit first, so it is told not to.
     prompt = chat(config, [{"role": "user", "content": f"{question}\n{ASKED}"}], enable_thinking=False)
     return Question("gsm8k", prompt, answer)
 
@@ -105,7 +105,7 @@ def number_in(text):
 
 def grade(question, text, hit_limit=False):
     """The rungs: a last line with ####, a number on it, the right one. Working is not judged, as nobody can tell which
-    step of a text is wrong; so the right number pays all of the words, and the number's form only its own."""
+    step of a text is wrong; so the right number pays for all of the words, and the number's form only for its own."""
     last = re.search(r"####([^\n#]*)\s*\Z", text)
     number = number_in(last[1].strip()) if last else None
     right = number is not None and number == number_in(question.truth)

@@ -4,8 +4,8 @@ MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh      a hub id or a folder; config.js
 
 It brings its own blocks, its own way through them (`trunk`), and the names that its folders use; sampling, shared
 prompts, training, the reference and checkpoints are GPT's. Unlike in GPT-2, attention turns queries and keys by their
-positions (RoPE; Su et al., 2021), several heads share the keys and values of one (Ainslie et al., 2023), so that the
-cache is as many times smaller, norms have no mean (RMSNorm; Zhang & Sennrich, 2019), and the MLP has a gate (SwiGLU;
+positions (RoPE; Su et al., 2021), several heads share the keys and values of one (Ainslie et al., 2023), which makes
+the cache that much smaller, norms subtract no mean (RMSNorm; Zhang & Sennrich, 2019), and the MLP has a gate (SwiGLU;
 Shazeer, 2020). Not supported: mixture of experts, sliding windows, quantised weights, other ways of scaling RoPE.
 """
 
@@ -74,7 +74,7 @@ NAMES = {"model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "n
 
 
 def renamed(weights, names):
-    """The tensors with other beginnings of their names."""
+    """The tensors, with prefixes of their names replaced."""
     for old, new in names.items():
         weights = {new + name.removeprefix(old) if name.startswith(old) else name: p for name, p in weights.items()}
     return weights

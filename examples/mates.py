@@ -48,7 +48,7 @@ def question(text, config):
     """A FEN, typed at tools.ask."""
     asked = ask("mates", positions.Position(rewards.typed_board(text.strip()).fen(), (), ()), config)
     if not asked.truth["legal"]:
-        fail(f"in {text.strip()} no move is legal; ask about another position.")
+        fail(f"no move is legal in {text.strip()}; ask about another position.")
     return asked if asked.truth["mate"] else asked._replace(kind="moves")
 
 

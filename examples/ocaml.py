@@ -1,11 +1,11 @@
-"""Small functions, judged by OCaml itself: does it parse, has it the right type, which tests does it pass?
+"""Small functions, judged by OCaml itself: does it parse, does it have the right type, which tests does it pass?
 
     TASK=examples/ocaml.py ./train.sh       (* the larger of b and a, plus one, times two *) let f a b =
                                             -> (max b a + 1) * 2
 
-A program is the answer with the clearest verifier of all: the compiler says where it stops, the tests say what it
+No answer has a clearer verifier than a program: the compiler says where it stops, the tests say what it
 does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it writes each word of
-a question as OCaml, but as often with a wrong operator, order or type, or with parentheses forgotten or left open.
+a question as OCaml, but just as often with a wrong operator, order or type, or with parentheses forgotten or left open.
 
     TASK=examples/ocaml.py MODEL=Qwen/Qwen2.5-Coder-1.5B-Instruct LR=1e-5 DTYPE=auto COMPILE=auto ./train.sh
 
@@ -31,7 +31,7 @@ START = Path(__file__).parent.parent / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 RUNAWAY = 0.3  # the reward of a function or an answer without an end is multiplied by this
 
-HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer goes on from, and its type
+HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer continues, and the type of the whole
 ASKED = """Write a function in OCaml, of type int -> int -> int: f a b is {}, worked out from left to right.
 Answer with its code alone, in this form:
 ```ocaml
@@ -48,7 +48,7 @@ FIRST = {  # the words of a question, what they mean, the right OCaml, and what 
     "the product of {} and {}": (operator.mul, "{} * {}", "{} + {}"),
     "the distance of {} and {}": (lambda a, b: abs(a - b), "abs ({} - {})", "abs {} - {}"),
 }
-NEXT = {  # of what stands before and a number
+NEXT = {  # the same, for an operation on the result so far and a number
     "plus {}": (operator.add, "{} + {}", "{} - {}"),
     "minus {}": (operator.sub, "{} - {}", "{} -. {}"),
     "times {}": (operator.mul, "({}) * {}", "{} * {}", "({} * {}"),
@@ -90,8 +90,8 @@ def write(item, choose):
 
 
 def grade(question, text, hit_limit=False):
-    """The rungs of a ladder: what does not parse has no type, and what has not the right type is not run. What a coder
-    says around its code is not judged, unless it has written none."""
+    """The rungs of a ladder: what does not parse has no type, and what does not have the right type is not run. What a
+    coder says around its code is not judged, unless it has written none."""
     if question.kind == "coder":
         *_, fence = [None, *FENCE.finditer(text)]  # the last one, as it may have thought in others
         verdict = judge(fence[1], SIGNATURE, CALLS) if fence else Verdict()

@@ -7,10 +7,10 @@ What a model writes is a stranger's code. Two walls stand between it and everyth
   `let`, `if`, `match` without guards, tuples, lists, and the functions of a prelude. The Verdict on a program that is
   refused is the one on text that does not parse, so it earns nothing.
 - The outer wall is for a program that gets through the inner one all the same, by a bug of the compiler for example.
-  Each program has a process of its own, forked from a prepared one. It has no rights of root and sees no network, no
+  Each program has a process of its own, forked from a prepared one. It has no root privileges and sees no network, no
   process outside and no file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files
-  and output have bounds. It needs bubblewrap and a kernel that lets a user make namespaces; without, a warning says
-  so, and what remains of this wall is the process, its bounds, and another user's rights if this one is root.
+  and output have bounds. It needs bubblewrap and a kernel that lets a user make namespaces; without them, a warning
+  says so, and what remains of this wall is the process, its bounds, and, if the user is root, the rights of nobody.
 
 A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
 else behind the outer wall: the pipes to Python are closed before it runs, and its own pipe is read as what became of
@@ -41,8 +41,8 @@ OCAML = "-noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split(
 BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # of CPU time there are 0.25 seconds
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
-WAITS = 100  # of 0.1 seconds for a program; they are counted so that a machine that sleeps does not make it late
-SYSTEM_CALLS = {  # of a machine: its number in seccomp, then of what OCaml calls, of clone and of prlimit64
+WAITS = 100  # of 0.1 seconds for a program; they are counted, so that a machine that sleeps does not make it late
+SYSTEM_CALLS = {  # of a machine: its number in seccomp, and the numbers of all that OCaml calls, clone and prlimit64
     "x86_64": (
         0xC000003E,
         "0 1 2 3 4 5 6 8 9 10 11 12 13 14 15 17 21 22 23 25 28 32 33 38 39 57 59 60 61 62 63 79 89 97 99 131 158 202 "
@@ -144,7 +144,7 @@ def end(process):
 def wall_stands():
     """Whether this machine can build the outer wall."""
     if not shutil.which("ocaml"):
-        fail("OCaml was not found, which judges the answers of this task: `apt install ocaml`.")
+        fail("OCaml, which judges the answers of this task, was not found: `apt install ocaml`.")
     if not all(map(shutil.which, ("bwrap", "ldd", "ocamlc"))):
         why = "bubblewrap, ldd or ocamlc is not installed"
     elif platform.machine() not in SYSTEM_CALLS:
@@ -163,7 +163,7 @@ def start(source, walled, stderr=subprocess.DEVNULL):
     """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
     ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
     with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
-        # a descriptor, as nobody may not be allowed to follow its path
+        # by its descriptor, since the user nobody may be unable to follow its path
         command, file = list(without_rights()), f"/dev/fd/{code.fileno()}"
         if walled:
             seccomp.write(system_call_filter())
@@ -186,7 +186,7 @@ def output_of(*command):
 
 @cache
 def without_rights():
-    """What stands before a command to run it without the rights of root."""
+    """What precedes a command to run it without root privileges."""
     dropped = os.geteuid() == 0 and subprocess.run([*NOBODY, "true"], capture_output=True).returncode == 0
     return NOBODY if dropped else []
 

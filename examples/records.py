@@ -23,7 +23,7 @@ DEFAULTS = dict(STEPS=10, BATCH_POSITIONS=8, GROUP_SIZE=8, LR=5e-5, WARMUP_STEPS
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
 DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/records")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
-# With a line for each key a record has 29 and its end; on one line it has 23.
+# With a line for each key a record has 29 tokens and the end token; on one line it has 23.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 32, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"records": MAX_NEW_TOKENS}
 RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
@@ -45,7 +45,7 @@ ASKED = "Answer with a JSON object alone that has the keys name, age and city."
 
 
 def load(source, config):
-    """(training items, held-out items): a name and another one, a city and another one, an age."""
+    """(training items, held-out items): two names and two cities, of which the first are asked for, and an age."""
     rng = random.Random(0)
 
     def people(names, cities, count):

@@ -51,7 +51,7 @@ def smollm2():
 
 
 def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, heads=4, positions=128, lr=4e-3, seed=0):
-    """The path of a model folder, which is made unless it is there and what it would be made from has not changed.
+    """The path of a model folder, which is made unless it is there already, from the same examples, sizes and model.py.
 
     write(rng) gives one example, a pair (prompt, answer). `positions` bounds the two together, in bytes, and has to
     leave room for the longest answer that the task's LIMITS allow.
@@ -63,7 +63,7 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, hea
     if record.exists() and record.read_text() == made_from:
         return str(folder)
     if folder.exists() and not record.exists():
-        fail(f"{folder} has no made_from, so it may be somebody's; delete it to have the start model made there.")
+        fail(f"{folder} has no file made_from, so it may be something else; delete it to make the start model there.")
     shutil.rmtree(folder, ignore_errors=True)  # of other examples, sizes or another model.py
     print(f"making the start model, {folder}: {steps} steps of {batch} texts", flush=True)
     torch.manual_seed(seed)

@@ -3,7 +3,7 @@
     TASK=examples/sums.py ./train.sh                 7 nuts, gets 2, eats 4?   ->   7+2=9, 9-4=5 #### 5
 
 The start model is fluent and careless. It knows how an answer is written, what the words mean and how to
-calculate; but it reads a number as it is, as one less or as one more, each as often, and leaves a step out of every
+calculate; but it reads a number as it is, as one less or as one more, all equally often, and leaves a step out of every
 eighth answer. Two careless steps may cancel out (7+3=10, 10-5=5): the result is right and the working is not.
 """
 

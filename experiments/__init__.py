@@ -1,3 +1,3 @@
-"""Claims with their figures, run as python -m experiments.NAME."""
+"""Experiments with their recorded figures, one for each claim; run as python -m experiments.NAME."""
 
 import tools  # noqa: F401, for how its programs end

@@ -71,7 +71,7 @@ def now(device):
 
 
 def step(number, sampler, model, reference, optimizers, items, most_tokens):
-    """A step of train.main: its metrics, and the seconds of sampling, with grading, and of the update."""
+    """A step of train.main: its metrics, and the seconds of sampling and grading, and of the update."""
     B, G, device = train.BATCH_POSITIONS, train.GROUP_SIZE, model.wte.weight.device
     questions = make_questions(train.task, items, B, random.Random(f"{train.SEED}/{number}"), model.config)
     questions = [question._replace(stop="") for question in questions]

@@ -1,12 +1,12 @@
-"""The same run on several seeds beside its controls, runs on shuffled rewards: what it adds on held-out questions.
+"""The same run with several seeds, beside control runs on shuffled rewards: what it gains on held-out questions.
 
     python -m experiments.seeds OUT EVAL_POSITIONS=1000                                  chess: five runs, five controls
-    python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes of two cores
+    python -m experiments.seeds OUT --task examples/letters.py --seeds 3 EVAL_EVERY=10   three minutes on two cores
 
 Each run is made by train.py in OUT/seed-N, and each control in OUT/control-N (CONTROL=shuffle, see
 nanorook.task.shuffled). OUT/seeds.json records their figures; runs that are in it are not made again. OUT/seeds.png
 shows the figures that --curves names. Each seed draws its own training and held-out questions, and a control has those
-of its seed. Before and after are compared question by question. An interval is for other seeds and other questions,
+of its seed. Before and after are compared question by question. Intervals hold for other seeds and other questions,
 also where seeds ask some of the same questions because a task has few (see nanorook.statistics.over_seeds).
 """
 
@@ -48,7 +48,7 @@ def shared_settings(task, given):
     sys.argv[1:] = given
     settings.read_user()
     if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
-        fail(f"the experiment itself chooses {min(own)} for each run; leave it out, also of the environment.")
+        fail(f"the experiment itself chooses {min(own)} for each run; remove it, also from the environment.")
     settings.GIVEN["arguments"]["TASK"] = task
     runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
     settings.finish("python -m experiments.seeds OUT")
@@ -143,12 +143,12 @@ def main():
     p.add_argument("out", type=Path)
     p.add_argument("--task", default="rewards.py")
     p.add_argument("--seeds", type=number(int, 1), default=5)
-    p.add_argument("--controls", type=number(int, 0), help="as many as seeds")
+    p.add_argument("--controls", type=number(int, 0), help="number of control runs (default: as many as seeds)")
     p.add_argument("--curves", nargs="+", metavar="NAME", help="also draw figures, such as 'policy legal T=0'")
     p.add_argument("settings", nargs="*", metavar="NAME=value")
     a = p.parse_intermixed_args()
     if names := [name for name in a.curves or [] if " " not in name]:
-        p.error(f"--curves: {names[0]!r} is no figure; put -- before the settings that follow.")
+        p.error(f"--curves: {names[0]!r} is not a figure; put -- before the settings that follow.")
     out, given = a.out.resolve(), shared_settings(a.task, a.settings)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"
@@ -156,7 +156,7 @@ def main():
     recorded = read(file) if file.exists() else new
     if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
         p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
-    record(file, recorded)  # before the first run: from now on the folder is of these settings
+    record(file, recorded)  # before the first run: from now on the folder belongs to these settings
     found = {"seed": [], "control": []}
     for kind, count, control in (
         ("seed", a.seeds, "none"),
@@ -181,4 +181,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the run at hand ends when it has saved its step, and the same command continues from there.")
+        sys.exit("stopped; the current run ends when it has saved its step, and the same command continues from there.")

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ anew from the figures that experiments/*.json record.
+"""Rewrites the tables of README.md and docs/ from the figures that experiments/*.json record.
 
     python -m experiments.tables
 

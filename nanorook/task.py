@@ -192,9 +192,9 @@ def graded(task, answers):
 def shuffled(answers, group_size, seed):
     """CONTROL=shuffle: for each answer the index of the one in its group whose values it is paid, all pieces together.
     A piece still judges the answer's own tokens. A uniformly random permutation keeps the rewards and noise of a run
-    and leaves no gradient on average, so whatever the control gains, no reward taught it. An answer may keep its values:
-    if none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so it does not
-    depend on which process has the group."""
+    and leaves no gradient on average, so no reward has taught whatever the control gains. An answer may keep its
+    values: if none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so
+    it does not depend on which process has the group."""
     seeds = [f"{seed}{prompt_text(answer.question.prompt)}" for answer in answers[::group_size]]
     orders = [Random(seed).sample(range(group_size), group_size) for seed in seeds]
     return [group * group_size + place for group, order in enumerate(orders) for place in order]

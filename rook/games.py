@@ -137,7 +137,7 @@ def main():
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     columns, pgn = [], ""
     for t in dict.fromkeys(a.temperature):
-        starts = held or [START] * (a.games if t or opponent else 1)  # greedy games against itself would all be the same
+        starts = held or [START] * (a.games if t or opponent else 1)  # greedy ones would all be the same
         boards, ends = play(model, starts, t, opponent)
         found = count(a.opponent, boards, ends)
         columns.append([f"T={t:g}, n={len(boards)}", *(with_interval(*interval(values)) for values in found.values())])

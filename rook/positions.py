@@ -202,7 +202,7 @@ def read_game(game, place):
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-BAD_SHARE = 0.1  # this share of lines or games may be unusable: RookWorld's data has games that go on after an illegal move
+BAD_SHARE = 0.1  # of lines or games may be unusable: RookWorld's data has games that go on after an illegal move
 logging.getLogger("chess.pgn").setLevel(logging.CRITICAL)  # python-chess would print each bad game, too
 
 

@@ -78,7 +78,7 @@ def legal_text(position, rng, text_format):
 
 
 def judge_text(position, rng, text_format):
-    """16 moves, each with + if it is legal and - if not. This is practice for the environment, whose texts judge one move."""
+    """16 moves, each with + if legal and - if not. This is practice for the environment, whose texts judge one move."""
     board = chess.Board(position.fen)
     legal = [move.uci() for move in board.legal_moves]
     moves = [rng.choice(legal) if rng.random() < 0.5 else positions.illegal_move(board, rng).uci() for _ in range(16)]

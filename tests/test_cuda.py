@@ -132,7 +132,7 @@ def test_a_device_that_cannot_train_is_refused(gpu, monkeypatch, name):
         hardware.choose_device(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert str(hardware.choose_device()) == "cpu"
-    with pytest.raises(SystemExit, match="no device cuda to train on; use auto, cpu"):
+    with pytest.raises(SystemExit, match="no device cuda to train on; use auto or cpu"):
         hardware.choose_device("cuda")
 
 

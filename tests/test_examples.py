@@ -78,7 +78,7 @@ def test_a_start_model_writes_what_it_was_shown_and_is_made_once(tmp_path):
     start.make_start_model(folder, write, **(changes | {"seed": 1}))  # made of something else
     assert not torch.equal(GPT.load(folder).wte.weight, before["wte.weight"])
     toy.model().save(tmp_path / "own")
-    with pytest.raises(SystemExit, match="own has no made_from, so it may be somebody's"):
+    with pytest.raises(SystemExit, match="own has no file made_from, so it may be something else"):
         start.make_start_model(tmp_path / "own", write)
     with pytest.raises(SystemExit, match="6 tokens, more than the 5 positions"):
         start.make_start_model(tmp_path / "small", lambda rng: ("abc", "de"), positions=5)

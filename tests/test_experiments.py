@@ -73,7 +73,7 @@ def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: run)
     monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "STEPS=9"])
     with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
-        with pytest.raises(SystemExit, match="^stopped; the run at hand ends when it has saved its step"):
+        with pytest.raises(SystemExit, match="^stopped; the current run ends when it has saved its step"):
             runpy.run_module("experiments.seeds", run_name="__main__")
     assert run.mock_calls == [mock.call.wait(10)]
 

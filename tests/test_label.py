@@ -107,7 +107,7 @@ def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path,
     done = kept[: kept.rindex(b"\n")].count(b";") // 2
     assert done > 0 and f"Continuing {partial}: {done} positions are done." in run(out, *GAMES, "--workers", 3)
     assert out.read_bytes() == undisturbed and not partial.exists()
-    run(out, *GAMES, wrong="is there already")
+    run(out, *GAMES, wrong="already exists")
 
 
 def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):

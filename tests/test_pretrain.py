@@ -260,7 +260,7 @@ def test_a_folder_that_is_not_its_own_is_refused_before_the_first_step(run, few,
     with pytest.raises(SystemExit, match="m holds a model that this program has not made; name another folder"):
         run("m", "--data", few, "--steps", 1)
     torch.save({"step": 8}, tmp_path / "m/trainer.pt")  # a checkpoint of train.py's has one of its own
-    with pytest.raises(SystemExit, match="damaged or of another model; name another folder"):
+    with pytest.raises(SystemExit, match="damaged or belongs to another model; name another folder"):
         run("m", "--data", few, "--steps", 1)
     assert weights.read_bytes() == before
 
@@ -278,7 +278,7 @@ def test_a_folder_that_another_process_trains_is_refused(run, few, tmp_path):
     command = [sys.executable, "-uc", code, tmp_path / "m/.lock"]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(SystemExit, match="m is in use by another run; wait for its end"):
+        with pytest.raises(SystemExit, match="m is in use by another run; wait for it to end"):
             run("m", "--data", few, "--steps", 1)
         other.communicate("\n")
     run("m", "--data", few, "--steps", 1)
@@ -315,7 +315,7 @@ def test_changed_bytes_of_its_state_are_noticed(run, few, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1  # among the weights
     file.write_bytes(content)
-    with pytest.raises(SystemExit, match="trainer.pt is damaged or of another model"):
+    with pytest.raises(SystemExit, match="trainer.pt is damaged or belongs to another model"):
         run("m", "--data", few, "--steps", 2)
 
 

@@ -16,7 +16,7 @@ def test_an_interpreter_without_torch_is_refused(script, text, tmp_path):
     done = subprocess.run([f"./{script}"], cwd=ROOT, env={"PYTHON": python}, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     (error,) = done.stderr.splitlines()
-    assert error.startswith(f"error: PYTHON={python} is no Python that has torch")
+    assert error.startswith(f"error: PYTHON={python} is not a Python that has torch")
 
 
 def test_training_stays_in_the_folder_where_it_is_called(tmp_path):

@@ -104,7 +104,7 @@ def test_questions_are_chats_with_or_without_examples(task, config, monkeypatch)
 def test_a_typed_sum_is_a_question(config):
     question = adds.question("47 + 38", config)
     assert question.truth == [47, 38] and "What is 47 + 38?" in prompt_text(question.prompt)
-    with pytest.raises(SystemExit, match="is not a sum of two numbers of two digits, such as 47 [+] 38"):
+    with pytest.raises(SystemExit, match="is not a sum of two two-digit numbers, such as 47 [+] 38"):
         adds.question("4 + 38", config)
 
 

@@ -71,7 +71,7 @@ def test_an_engine_that_fails_when_it_starts_leaves_no_process(tmp_path, monkeyp
 def test_a_missing_program_is_one_sentence(monkeypatch):
     monkeypatch.setenv("STOCKFISH_PATH", "/no/such")
     stockfish.labelling_engine.cache_clear()
-    with pytest.raises(SystemExit, match="STOCKFISH_PATH is /no/such, which is no program"):
+    with pytest.raises(SystemExit, match="STOCKFISH_PATH is /no/such, which is not a program"):
         stockfish.label(OPENING)
     monkeypatch.delenv("STOCKFISH_PATH")
     monkeypatch.setattr(stockfish.shutil, "which", lambda *args, **options: None)

@@ -48,7 +48,7 @@ def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
     assert "at temperature 1; q right 50.0 → 100.0 % (+50.0 ± " in first
     assert "; q right pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
     assert fell == "Nothing fell by more than chance explains."
-    assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 without evaluations."
+    assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 excluding evaluations."
     assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then
 
 

@@ -136,7 +136,8 @@ def prepare(w, prompts, device, dtype):
 
 
 def multiplications(w, model, prompts):
-    """Those with weights: of a forward pass in a rollout; in a step of four, as backward takes two, or with a reference five."""
+    """Those with weights. A rollout is one forward pass. A step adds another one, a backward pass, which counts as two,
+    and the reference's."""
     new = w.prompts * w.group * w.new
     forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
     forward += model.head_weight.numel() * new
@@ -304,7 +305,7 @@ def main():
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], metavar="WORKLOAD",
                    help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="number of rounds; figures are their medians")
-    p.add_argument("--only", default="", metavar="NAME", help="compare only with those whose names contain this; nanorook: none")
+    p.add_argument("--only", default="", metavar="NAME", help="compare only with those that contain it; nanorook: none")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()

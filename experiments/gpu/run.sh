@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Half an hour of one GPU: labels, pretraining, GRPO, the tables, for the embedded shape and for GPT-2 124M.
+# Half an hour on one GPU: labels, pretraining, GRPO, the tables, for the embedded shape and for GPT-2 124M.
 #
-#   experiments/gpu/run.sh                      everything; run it again to go on where it was stopped or killed
-#   experiments/gpu/run.sh label pretrain       only the stages whose names begin so
+#   experiments/gpu/run.sh                      everything; run it again to continue where it was stopped or killed
+#   experiments/gpu/run.sh label pretrain       only the stages whose names begin with these words
 #   MINUTES=60 OUT=/data/gpu experiments/gpu/run.sh
 #
 # README.md beside this file says what a machine without a package registry needs, and what OUT holds afterwards.
@@ -24,16 +24,16 @@ stages="label pretrain-tiny decay-tiny pretrain-gpt2 decay-gpt2 before-tiny befo
 stages+=" after-tiny after-gpt2 steps-default steps-mates grpo-gsm8k grpo-ocaml bench"
 chosen=("$@")
 for name in "$@"; do
-    [[ " $stages" == *" $name"* ]] || fail "$name is no stage; there are: $stages."
+    [[ " $stages" == *" $name"* ]] || fail "$name is not a stage; the stages are: $stages."
 done
 
-[[ "$OUT${POSITIONS:-}" != *[[:space:]]* ]] || fail "OUT and POSITIONS must have no space in them."
+[[ "$OUT${POSITIONS:-}" != *[[:space:]]* ]] || fail "OUT and POSITIONS must not contain spaces."
 
-# Whoever is killed may leave a child that still writes; it holds this lock too, so no second one joins it. Ten seconds
-# are for one that is about to end.
+# A run that is killed may leave a child that still writes; it holds this lock too, so no second run joins it. The ten
+# seconds are for one that is about to end.
 mkdir -p "$OUT"
 exec 9>"$OUT/.lock"
-flock -w 10 9 || fail "$OUT is in use by another run, or by what one has left; wait for its end, or name another OUT."
+flock -w 10 9 || fail "$OUT is in use by another run, or by what one has left; wait for it to end, or name another OUT."
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What has to be there. Wheels are unpacked rather than installed: a bare machine may have no pip.
@@ -58,7 +58,7 @@ if [ -z "${STOCKFISH_PATH:-}" ] && [ -e "$carried/stockfish.gz" ]; then
 fi
 headers=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if ! command -v cc gcc clang >/dev/null || [ ! -e "$headers/Python.h" ]; then
-    echo "There is no C compiler, or no Python.h, which torch.compile needs; it stays off, and training is slower."
+    echo "There is no C compiler or no Python.h, both of which torch.compile needs, so it stays off and training is slower."
     export TORCHDYNAMO_DISABLE=1
 fi
 [ -n "${GPT2_TOKENIZER:-}" ] || [ ! -e "$carried/gpt2/vocab.json" ] || GPT2_TOKENIZER=$carried/gpt2
@@ -68,14 +68,14 @@ from nanorook.tokenizer import Tokenizer
 from rook.label import require
 
 folder, tiny, positions = sys.argv[1:]
-if not positions:  # without labels to make, only the judge of moves would be missing
+if not positions:  # with POSITIONS no labels are made, so Stockfish may be missing
     require()
 try:
     Tokenizer.load(folder) if folder else Tokenizer.gpt2()
 except SystemExit as error:
     sys.exit(f"{error} GPT2_TOKENIZER=FOLDER names one with vocab.json and merges.txt.")
 if not tiny and not __import__("torch").cuda.is_available():
-    sys.exit("error: PyTorch sees no GPU; TINY=1 rehearses this script on CPU with a model of no use.")
+    sys.exit("error: PyTorch sees no GPU; TINY=1 rehearses this script on a CPU with models too small to be of use.")
 END
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -85,10 +85,10 @@ seconds=$(awk "BEGIN { print int(60 * ${MINUTES:-30}) }")
 child= beat= name=preparation
 trap '[ -z "$beat" ] || kill "$beat" 2>/dev/null || true' EXIT
 trap '[ -z "$child" ] || { kill "$child" && wait "$child"; } || true
-      fail "stopped in $name; the same command goes on from there."' INT TERM HUP
+      fail "stopped in $name; the same command continues from there."' INT TERM HUP
 
-# stage NAME SHARE COMMAND ...: COMMAND within SHARE percent of the time, over all calls. Cut by its limit, it counts as
-# done too: all save as they go, but for the tables before and after, which have time to spare.
+# stage NAME SHARE COMMAND ...: runs COMMAND within SHARE percent of the time, over all calls. A stage cut by its limit
+# counts as done too: all save as they go, except for the tables before and after, which have time to spare.
 stage() {
     name=$1 limit=$((seconds * $2 / 100))
     shift 2
@@ -105,7 +105,7 @@ stage() {
     used=$(cat "$OUT/$name.used" 2>/dev/null || echo 0)
     left=$((limit > used ? limit - used : 1))
     echo "$name: $left s at most, $OUT/$name.log"
-    # Who is killed cannot say how long it ran, so it is written down every second. The lock is not for this one.
+    # A stage that is killed cannot say how long it ran, so that is written down every second, without holding the lock.
     (while sleep 1 && kill -0 $$; do
         used=$((used + 1))
         echo $used >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
@@ -134,7 +134,7 @@ bench=("$PYTHON" -m tools.bench W4 W2 --runs 3)
 if [ -n "${TINY:-}" ]; then
     label="--positions 100 --nodes 100 --workers 1"
     tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 120 --eval-positions 2 --workers 1 --dtype float32"
-    tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt, no more
+    tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt and no more
     gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=40
     table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5 MIX_FIRST_RATIO=1"
@@ -154,9 +154,9 @@ else
     steps="STEPS=10"
 fi
 
-# decay NAME OUT ...: pretraining goes on by a tenth of its steps so far, in which its learning rate falls to zero.
+# decay NAME OUT ...: pretraining continues for a tenth of its steps so far, over which its learning rate falls to zero.
 tenth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 10 + 1)"
-decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped goes on to the same end
+decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped continues to the same end
 [ -s "$file" ] || "$PYTHON" -c "$tenth" "$1/trainer.pt" >"$file"
 exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON

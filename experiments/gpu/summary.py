@@ -1,6 +1,6 @@
 """What run.sh has measured so far, as Markdown: python experiments/gpu/summary.py OUT writes OUT/summary.md.
 
-Torch is not imported: it runs after every stage.
+Torch is not imported, since this runs after every stage.
 """
 
 import json
@@ -10,7 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
-STEPS = ["| task | machine | start | tokens in a step | first step | later steps | most memory |", "| --- " * 7 + "|"]
+STEPS = ["| task | machine | start | tokens in a step | first step | later steps | peak memory |", "| --- " * 7 + "|"]
 MODELS = {"tiny": "the embedded shape", "gpt2": "GPT-2 124M", "gsm8k": "GSM8K", "ocaml": "OCaml"}
 
 
@@ -40,7 +40,7 @@ def training(out, name):
         reward = [statistics.mean(m["reward"] for m in part) for part in (steps[:10], steps[-10:])]
         lines.append(
             f"GRPO: {len(steps)} steps, {seconds:.2f} s a step, {speed:,.0f} tokens a second, "
-            f"reward {reward[0]:.3f} in the first ten steps, {reward[1]:.3f} in the last."
+            f"reward {reward[0]:.3f} in the first ten steps, {reward[1]:.3f} in the last ten."
         )
     return [*lines, ""] if lines else []
 
@@ -57,7 +57,7 @@ def steps_table(out):
 
 
 def main(out):
-    lines = ["# Half an hour of one GPU", ""]
+    lines = ["# Half an hour on one GPU", ""]
     for run in [json.loads(path.read_text()) for path in sorted(out.glob("grpo-*/run.json"))][:1]:
         lines += [f"{run['machine']}, {run['dtype']}, torch {run['versions']['torch']}, {run['started']}.", ""]
     for name, title in MODELS.items():
