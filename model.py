@@ -196,7 +196,7 @@ class GPT(nn.Module):
         return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 
     def position_ids(self, prefix, N, t):
-        """Positions (N, T) of inputs `t`, counted from the prompt's last token. A row beyond the last one has ended."""
+        """Positions (N, T) of inputs `t`, from a prompt's last token on. A row beyond the last position has ended."""
         lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 

@@ -98,7 +98,7 @@ def detokenize(tokenizer, tokens):
 
 @torch.no_grad()
 def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, stop_tokens=None):
-    """The Batch of `group_size` completions of each of `prompts` (lists of token ids); temperature 0 is greedy.
+    """The Batch of `group_size` completions for each of `prompts` (lists of token ids); temperature 0 is greedy.
     `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers (N, max(most_new)),
     drawn here if not given. `stop_tokens`: as end_tokens() returns them; if not given, config.json's."""
     device, eos = model.wte.weight.device, model.config.eos_token_id  # eos is -1 if the model has none

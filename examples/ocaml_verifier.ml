@@ -63,7 +63,7 @@ let lone_expression text =
   | [ Parsetree.(Ptop_def [ { pstr_desc = Pstr_eval (e, _); _ } ]) ] -> e
   | _ -> failwith text
 
-(* Types, compiles and runs a phrase where the names of `scope` are known; the scope that follows. *)
+(* Types, compiles and runs a phrase where the names of `scope` are known; returns the new scope. *)
 let execute scope phrase =
   Toploop.toplevel_env := scope;
   if Toploop.execute_phrase false Format.err_formatter phrase then !Toploop.toplevel_env
@@ -143,7 +143,7 @@ and binding recursive b =
   pattern b.pvb_pat;
   expression b.pvb_expr
 
-and is_function e = (* else it could hold itself *)
+and is_function e = (* otherwise a value could contain itself *)
   match e.pexp_desc with
   | Pexp_fun _ | Pexp_function _ -> true
   | Pexp_constraint (e, _) -> is_function e
@@ -222,7 +222,7 @@ let judge scope program signature calls =
 let written = Bytes.create 65536 (* what a pipe holds, and so the most that a process may write *)
 
 (* What a forked process does: it judges one program. It closes the pipes to Python before it looks at the program; from
-   then on it can write to a pipe of its own, and nowhere else. When its time is over, the kernel ends it. *)
+   then on it can write to a pipe of its own, and nowhere else. When its time is up, the kernel ends it. *)
 let grade scope own =
   match String.split_on_char ';' (read_line ()) with
   | exception End_of_file -> () (* Python has ended *)

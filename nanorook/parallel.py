@@ -68,7 +68,7 @@ def launch(processes):
 
 
 def another_has_ended(error):
-    """Whether this is the error that a process gets when another one of its run has ended. Gloo's has no own class."""
+    """Whether a process gets such an error when another one of its run has ended. Gloo's has no class of its own."""
     return world() > 1 and (isinstance(error, dist.DistError) or "connection" in str(error).lower())
 
 

@@ -1,4 +1,4 @@
-"""Settings, each from the first that has it: NAME=value arguments, environment, a run (for tools), task, train.py.
+"""Settings, each from the first place that names it: arguments, environment, a run (for tools), task, the program.
 
 A line `LR = setting("LR", 1e-4, "learning rate", low=0)` is definition, documentation and bounds in one, and the code
 then uses LR. Only a program that is run calls `read_user`, before its first setting; imported, it keeps the defaults.
@@ -32,8 +32,8 @@ def read_user():
 
 
 def read_run():
-    """As read_user, but settings that are not given are taken from the run that made the first model named by the
-    arguments, which then is OUT_DIR/model or OUT_DIR/step-N. MODEL is that run's start model unless it is given."""
+    """As read_user, but settings that are not given are those of a run, if a model named by the arguments is its
+    OUT_DIR/model or OUT_DIR/step-N; the first one counts. MODEL is that run's start model unless it is given."""
     read_user()
     for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
         folder = Path(word.removeprefix("MODEL="))

@@ -1,7 +1,7 @@
 """A task: what is asked, what is true, what an answer is worth. TASK=FILE.py names the file.
 
 `Task` is what such a file provides. The functions below it call the task and check what it returns, so that a mistake
-ends with a clear message. docs/tasks.md leads from an idea to results; examples/letters.py is a small task.
+ends with a clear message. docs/tasks.md leads from an idea to a table of results; examples/letters.py is a small task.
 """
 
 import copy
@@ -192,7 +192,7 @@ def graded(task, answers):
 def shuffled(answers, group_size, seed):
     """CONTROL=shuffle: for each answer the index of the one in its group whose values it is paid, all pieces together.
     A piece still judges the answer's own tokens. A uniformly random permutation keeps the rewards and noise of a run
-    and leaves no gradient on average, so no reward has taught whatever the control gains. An answer may keep its
+    and leaves no gradient on average, so its rewards have not taught what the control gains. An answer may keep its
     values: if none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so
     it does not depend on which process has the group."""
     seeds = [f"{seed}{prompt_text(answer.question.prompt)}" for answer in answers[::group_size]]

@@ -148,7 +148,7 @@ def main():
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare")
     p.add_argument("--data", nargs="+", default=["builtin"], help="files of positions; only the held-out ones are used")
-    p.add_argument("--positions", type=number(int, 1), default=1000, help="most positions, mates, puzzles and games")
+    p.add_argument("--positions", type=number(int, 1), default=1000, help="limit on positions, mates, puzzles, games")
     p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
     p.add_argument("--self-play", type=number(int, 0), default=100, help="games against itself; 0: none")
     p.add_argument("--pass-at-k", type=number(int, 0), default=100, help=f"mates or puzzles to answer {TRIES} times")

@@ -195,7 +195,7 @@ def main():
     parser.add_argument("out", metavar="OUT", type=output_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="files to label (default: self-play)")
     many, cores = number(int, 1), os.cpu_count()
-    parser.add_argument("--positions", type=many, help="their number (default: 22000 from self-play, all from files)")
+    parser.add_argument("--positions", type=many, help="how many (default: 22000 from self-play, all from files)")
     parser.add_argument("--nodes", type=many, default=NODES, help=f"nodes in a search (default: {NODES})")
     parser.add_argument("--seed", type=int, default=0, help="seed of self-play (default: 0)")
     parser.add_argument("--workers", type=many, default=cores, help="number of processes (default: one for each core)")

@@ -60,13 +60,13 @@ def mirror_fen(fen):
 
 
 def board_key(fen):
-    """The same for positions that count as one board: neither counters nor mirroring make a difference."""
+    """A key that positions share if they count as one board: neither counters nor mirroring make a difference."""
     fen = fen if fen.split(" ", 2)[1] == "w" else mirror_fen(fen)
     return fen.rsplit(" ", 2)[0]
 
 
 def held_out(fen):
-    """Whether the board is in the eleventh of all boards that is never trained on. Its hash decides in every file and
+    """Whether the board belongs to the eleventh part of all that is never trained on. Its hash decides in every file and
     run, and must never change, since what a trained model has not seen depends on it."""
     return zlib.crc32(board_key(fen).encode()) % 11 == 0
 

@@ -8,7 +8,7 @@ python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as
 EVAL_POSITIONS questions are answered greedily and at TEMPERATURE; intervals are 95 %. If the first model is a run's
 OUT_DIR/model or OUT_DIR/step-N, the task, its data and settings are those of the run; NAME=value takes precedence.
 
-pass@k is the share of questions for which, in one of k answers, a metric that is a share is 1. A run that raises
+pass@k is the share of questions that one of k answers gets right, for each metric that is a share. A run that raises
 pass@1 and lowers pass@64 has sharpened what the model already did sometimes (Yue et al., 2025).
 """
 

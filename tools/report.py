@@ -27,7 +27,7 @@ SHOWN = 3  # samples of each kind with the lowest reward, and as many with the h
 
 class Run(NamedTuple):
     folder: Path
-    name: str  # the folder's, with as much of its path as tells it from the other runs of the page
+    name: str  # the folder's, with as much of its path as distinguishes it from the page's other runs
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
     settings: dict
@@ -332,7 +332,7 @@ def shown(run, sample):
 
 
 def judged(sample):
-    """{(start, end): {piece: value}}: what the pieces pay that judge this part of the answer first of all."""
+    """{(start, end): {piece: value}}: what is paid by the pieces whose first span is this part of the answer."""
     parts = {}
     for name, value, *places in sample["pieces"]:
         if places:
@@ -367,7 +367,7 @@ def write(*folders):
     titles = [legend([run]) for run in named] or [""]
     skill = "".join(f"<h3>{escape(kind)}</h3>{plots(runs, skill_panels(names, kind))}" for kind in kinds)
     panels = training_panels(names, kinds)
-    page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # at once: inserted text stays
+    page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: inserted text stays
         title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
         table=skill_table(runs), states="".join(map(states, runs, titles)), samples=cards(runs),
         settings=settings(runs),

@@ -36,7 +36,7 @@ heading("Signal")
 QUESTIONS = setting("QUESTIONS", 64, "number of questions, with the mix of kinds that a step of this size has", low=3)
 REFERENCE = setting("REFERENCE", "", "for a trained MODEL: the reference of its KL, which has no gradient at the start")
 
-SKETCH = 65537  # numbers that represent a gradient; odd, so that the entries of one column do not meet
+SKETCH = 65537  # size of a gradient's sketch; odd, so that the entries of a matrix's column are not added up
 SET, HALVES = "as set", "halves"
 
 
@@ -145,8 +145,8 @@ def split(rows, B, P, T):
     """In words, what the noise of B questions is made of, and the best B × G at equal cost. rows: as for between().
 
     The gradient of a group is G - k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided by
-    that, a step's has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are independent. With P
-    tokens in a prompt and T in an answer it costs B (P + G T), so the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
+    that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are independent.
+    With P tokens in a prompt and T in an answer a step costs B (P + G T), so the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
     G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
     shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
     within = [(1 / x - 1) * (G // 2 - k) for x in shares]  # σ_w² / σ_b²
