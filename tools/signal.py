@@ -146,7 +146,8 @@ def split(rows, B, P, T):
 
     The gradient of a group is G - k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided by
     that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are independent.
-    With P tokens in a prompt and T in an answer a step costs B (P + G T), so the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
+    With P tokens in a prompt and T in an answer a step costs B (P + G T), so the best G - k is
+    √(σ_w² / σ_b² · (k + P / T))."""
     G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
     shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
     within = [(1 / x - 1) * (G // 2 - k) for x in shares]  # σ_w² / σ_b²

@@ -105,7 +105,7 @@ stage() {
     used=$(cat "$OUT/$name.used" 2>/dev/null || echo 0)
     left=$((limit > used ? limit - used : 1))
     echo "$name: $left s at most, $OUT/$name.log"
-    # A stage that is killed cannot say how long it ran, so that is written down every second, without holding the lock.
+    # A script that is killed cannot say how long it ran, so that is written down every second, without holding the lock.
     (while sleep 1 && kill -0 $$; do
         used=$((used + 1))
         echo $used >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
