@@ -10,7 +10,7 @@ What a model writes is a stranger's code. Two walls stand between it and everyth
   Each program has a process of its own, forked from a prepared one. It has no root privileges and sees no network, no
   process outside and no file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files
   and output have bounds. It needs bubblewrap and a kernel that lets a user make namespaces; without them, a warning
-  says so, and what remains of this wall is the process, its bounds, and, if the user is root, the rights of nobody.
+  says so, and what remains of this wall is the process, its bounds, and, if root runs this, the user nobody's rights.
 
 A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
 else behind the outer wall: the pipes to Python are closed before it runs, and its own pipe is read as what became of

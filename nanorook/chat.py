@@ -1,4 +1,4 @@
-"""Chats in the form that an instruction-tuned model knows, by its folder's template. No message can break that form."""
+"""Chats in the form that an instruction-tuned model knows, made by its folder's template. No message can break it."""
 
 import functools
 import json

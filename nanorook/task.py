@@ -30,7 +30,7 @@ class Question(NamedTuple):
     prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token, as nanorook.chat makes them
     truth: Any  # what grade() needs; it must fit into JSON, as it is written to samples.jsonl
     stop: str = ""  # a token that contains this text ends an answer, too
-    stop_after: int = 0  # number of an answer's first tokens that the stop does not end, as one may begin with a space
+    stop_after: int = 0  # number of an answer's first tokens in which it is ignored, as one may begin with a space
 
 
 class Grade(NamedTuple):
