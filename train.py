@@ -64,14 +64,14 @@ WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learn
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
 
 heading("The loss")
-LOSS                    = setting("LOSS", "dapo", "see grpo.policy_loss", one_of=grpo.LOSSES)
+LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), or pay rare successes more (mean), see grpo.advantages", one_of=("none", "std", "mean"))
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: pay for the best of k answers, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with EPOCHS=1, as all ratios are 1", low=0, high=1)
-CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "... and above 1 + this", low=0)
+CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
-KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "see grpo.kl", one_of=grpo.KL_ESTIMATORS)
+KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
 
 heading("Evaluation, checkpoints, logs")

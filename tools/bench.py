@@ -305,7 +305,8 @@ def main():
     p.add_argument("what", nargs="*", choices=[[], *all_workloads], metavar="WORKLOAD",
                    help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="number of rounds; figures are their medians")
-    p.add_argument("--only", default="", metavar="NAME", help="compare only with those that contain it; nanorook: none")
+    p.add_argument("--only", default="", metavar="NAME",
+                   help="compare only with those whose names contain this; nanorook: with none")  # fmt: skip
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()
