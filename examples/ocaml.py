@@ -23,7 +23,7 @@ from examples.start import make_start_model
 from nanorook.chat import chat, chat_template
 from nanorook.task import Grade, Question, runaway
 
-DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, KL_COEF=0.0, EVAL_POSITIONS=400)
+DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float32", COMPILE="0")
 # In tokens: those of the start model are bytes, of which the longest answer that it was shown has 24.
 LIMITS = {"ocaml": 40, "coder": 200}

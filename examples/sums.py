@@ -16,7 +16,7 @@ from examples.start import make_start_model
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question
 
-DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.0, EVAL_POSITIONS=400)
+DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.03, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/sums", DTYPE="float32", COMPILE="0")
 SUMS_REWARD = setting("SUMS_REWARD", "steps", "what is paid: the result alone, or the steps too", ("result", "steps"))
 LIMITS = {"sums": 36}  # tokens of an answer, which are bytes; the longest right one has 27 and the end token

@@ -49,7 +49,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     for arguments, environment, said in (
         (["STEPS=10"], {}, r"was made with other settings (STEPS=10, STEPS=9); name"),
         (["STEPS=9"], {"LR": "0.1"}, "was made with other settings (LR=0.1, LR=0.5); name"),
-        (["STEPS=9", "--task", "examples/sums.py"], {}, "KL_COEF=0.0, KL_COEF=0.1, "),
+        (["STEPS=9", "--task", "examples/sums.py"], {}, "KL_COEF=0.03, KL_COEF=0.1, "),
         (["STEPS=9", "--curves", "policy rewards T=0"], {}, "have no figure 'policy rewards T=0'"),
         (["SEED=5"], {}, "the experiment itself chooses SEED for each run"),
         (["CONTROL=1"], {}, "the experiment itself chooses CONTROL for each run"),
