@@ -46,7 +46,7 @@ SUMS |= {f"steps, by pieces, {loss}, EPOCHS=4": {"LOSS": loss, "EPOCHS": 4} for 
 SUMS["result alone, dapo, EPOCHS=4"] = PAID["result alone"] | {"EPOCHS": 4}
 
 VARIANTS = {"letters": LETTERS, "sums": SUMS}  # of a task: {name: the settings that it changes}
-BASE = {"EVAL_POSITIONS": 400, "KL_COEF": 0.0}
+BASE = {"EVAL_POSITIONS": 400, "KL_COEF": 0.0}  # unless a variant has a KL
 SHARED = {task: {"STEPS": steps} | BASE for task, steps in (("letters", 30), ("sums", 60))}
 COLUMNS = {"letters": {"": "letters last"}, "sums": {"result, ": "sums result", "working, ": "sums working"}}
 

@@ -27,7 +27,7 @@ def prepare(device="auto", dtype="auto"):
 
 
 def flush_denormals():
-    """Rounds denormal numbers to 0. Sharp attention produces many, and they halve the speed of a CPU."""
+    """Flushes denormal numbers to zero. Sharp attention produces many of them, which halves the speed of a CPU."""
     torch.set_flush_denormal(True)
 
 

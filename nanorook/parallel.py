@@ -55,9 +55,7 @@ def launched():
 def launch(processes):
     """Starts this program again for every other rank, in a session of its own, so that Ctrl-C reaches this one alone.
     torchrun would pass it on, and 30 seconds later kill any process that is still in its step, before it has saved."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the usual way to die skips atexit
     for rank in reversed(range(processes)):
@@ -65,6 +63,12 @@ def launch(processes):
         if rank > 0:
             process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True)
             atexit.register(process.kill)  # it has nothing to save
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def another_has_ended(error):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -157,9 +156,7 @@ def test_a_process_that_dies_ends_the_run_and_another_number_of_them_goes_on(tmp
 
 def on_two_machines(out, model):
     """Whether two nodes of torchrun hung, their exit codes and output. Those that hang are ended, and say where."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"--master-addr 127.0.0.1 --master-port {free.getsockname()[1]}"
+    address = f"--master-addr 127.0.0.1 --master-port {parallel.free_port()}"
     node = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 {address}"
     nodes = [start(out, model, (*node.split(), "--node-rank", str(i)), stderr=subprocess.STDOUT) for i in range(2)]
     with ThreadPoolExecutor() as both:  # else the second one would wait for room in its pipe
