@@ -1,5 +1,5 @@
 (* The half of the verifier that is OCaml. ocaml_verifier.py runs it in the toplevel, where it prepares itself once and
-   then forks: each program is read, compiled, run and judged in a process of its own. *)
+   then forks: each program that it accepts is compiled, run and judged in a process of its own. *)
 
 let nothing = Stdlib.(!) Toploop.toplevel_env (* the toplevel was started with -nopervasives, so no name is in scope *)
 open Stdlib
@@ -200,38 +200,43 @@ let rec call t f arguments =
   | _ -> failwith "there are more arguments than the function takes"
 
 (* Prints how far the program came, each stage before its own code runs, which may never end. *)
-let judge scope program signature calls =
-  match definitions program with
-  | exception _ -> print_string "syntax"
-  | items ->
-    let last = definitions signature in
-    match execute scope (Ptop_def (items @ last)) with
-    | exception _ -> print_string "type"
-    | _ ->
-      print_endline "run";
-      let f, t =
-        match last with
-        | [ { pstr_desc = Pstr_value (_, [ { pvb_pat = { ppat_desc = Ppat_constraint (
-            { ppat_desc = Ppat_var f; _ }, { ptyp_desc = Ptyp_poly (_, t); _ }); _ }; _ } ]); _ } ] -> f.txt, t
-        | _ -> failwith signature
-      in
-      let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
-      let results = "[" ^ String.concat "," (List.map result (Obj.obj (value (lone_expression calls)))) ^ "]" in
-      if String.length results < 60000 then print_endline results (* else it would wait for room in its pipe *)
+let judge scope items signature calls =
+  let last = definitions signature in
+  match execute scope (Ptop_def (items @ last)) with
+  | exception _ -> print_string "type"
+  | _ ->
+    print_endline "run";
+    let f, t =
+      match last with
+      | [ { pstr_desc = Pstr_value (_, [ { pvb_pat = { ppat_desc = Ppat_constraint (
+          { ppat_desc = Ppat_var f; _ }, { ptyp_desc = Ptyp_poly (_, t); _ }); _ }; _ } ]); _ } ] -> f.txt, t
+      | _ -> failwith signature
+    in
+    let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
+    let results = "[" ^ String.concat "," (List.map result (Obj.obj (value (lone_expression calls)))) ^ "]" in
+    if String.length results < 60000 then print_endline results (* else it would wait for room in its pipe *)
 
 let written = Bytes.create 65536 (* what a pipe holds, and so the most that a process may write *)
 
-(* What a forked process does: it judges one program. It closes the pipes to Python before it looks at the program; from
-   then on it can write to a pipe of its own, and nowhere else. When its time is up, the kernel ends it. *)
-let grade scope own =
+(* What a forked process does: it judges one program that passes the inner wall, and before it those that do not. Text
+   that is refused is data: it was parsed, and nothing of it was typed or run. So the process that refused it can take
+   the next one, unless the text was so long that it may have filled the memory or the stack. Before a program is typed,
+   the pipes to Python are closed; from then on the process can write to a pipe of its own, and nowhere else. The kernel
+   ends it when a program has had its time. *)
+let rec grade scope own =
   match String.split_on_char ';' (read_line ()) with
   | exception End_of_file -> () (* Python has ended *)
   | lengths ->
     let parts = List.map (fun length -> really_input_string stdin (int_of_string length)) lengths in
-    Unix.(dup2 own stdout; close own; close stdin);
     ignore Unix.(setitimer ITIMER_PROF { it_interval = 0.; it_value = 0.25 });
     match parts with
-    | [ program; signature; calls ] -> judge scope program signature calls
+    | [ program; signature; calls ] ->
+      (match definitions program with
+      | exception _ when String.length program < 4096 -> Printf.printf "6\nsyntax%!"; grade scope own
+      | exception _ -> ignore (Unix.write_substring own "syntax" 0 6)
+      | items ->
+        Unix.(dup2 own stdout; close own; close stdin);
+        judge scope items signature calls)
     | _ -> failwith "a request has three parts"
 
 (* Each process is forked before its request comes. What it wrote is read when it has ended; if it does not end, Python
@@ -254,7 +259,9 @@ let rec serve scope =
 
 let () =
   let scope = List.fold_left execute nothing (parse prelude) in
-  Gc.(set { (get ()) with minor_heap_size = 32768; space_overhead = 1000 }); (* a page that a fork touches is copied *)
+  (* A page that a fork changes is copied first, and a garbage collection changes most of them. It would begin when half
+     of this heap is full, but a program of ordinary length takes less. *)
+  Gc.(set { (get ()) with minor_heap_size = 131072; space_overhead = 1000 });
   Gc.compact ();
   (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* fails before "ready" *)
   print_endline "ready";

@@ -7,14 +7,15 @@ What a model writes is a stranger's code. Two walls stand between it and everyth
   `let`, `if`, `match` without guards, tuples, lists, and the functions of a prelude. The Verdict on a program that is
   refused is the one on text that does not parse, so it earns nothing.
 - The outer wall is for a program that gets through the inner one all the same, by a bug of the compiler for example.
-  Each program has a process of its own, forked from a prepared one. It has no root privileges and sees no network, no
-  process outside and no file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files
-  and output have bounds. It needs bubblewrap and a kernel that lets a user make namespaces; without them, a warning
-  says so, and what remains of this wall is the process, its bounds, and, if root runs this, the user nobody's rights.
+  Each program that is typed or run has a process of its own, forked from a prepared one; text that the inner wall has
+  refused is only parsed. The process has no root privileges and sees no network, no process outside and no file but
+  those of OCaml, all read-only. Most system calls fail; memory, time, processes, files and output have bounds. It needs
+  bubblewrap and a kernel that lets a user make namespaces; without them, a warning says so, and what remains of this
+  wall is the process, its bounds, and, if root runs this, the user nobody's rights.
 
 A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
-else behind the outer wall: the pipes to Python are closed before it runs, and its own pipe is read as what became of
-this one program. It cannot signal or trace the process that it was forked from, and it is killed after its grade.
+else behind the outer wall: the pipes to Python are closed before it is typed, and its own pipe is read as what became
+of this one program. It cannot signal or trace the process that it was forked from, and it is killed after its grade.
 """
 
 import errno

@@ -347,6 +347,29 @@ def test_what_the_inner_wall_lets_through_harms_no_other_program(body):
     assert a_right_answer_is_right()
 
 
+def cpu_seconds(pid):
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@needs_wall
+@needs_ocaml
+def test_a_process_refuses_many_programs_each_in_a_time_of_its_own_but_judges_one():
+    if not wall_stands():
+        pytest.skip("the kernel refuses the namespaces of the outer wall")
+    waiting = three_processes()[-1]
+    for i in range(1000):
+        assert run(f" {i} " + "(fun x -> " * 400) == Verdict()
+        if cpu_seconds(waiting) > 0.5:  # twice what one program has
+            break
+    for body in (' "', " (* {|", "\n#1", " \x01", " Stdlib.exit 0"):  # none may change how the next one is read
+        assert run(body) == Verdict()
+        assert three_processes()[-1] == waiting and cpu_seconds(waiting) > 0.5
+    for body, verdict in ((" a", (3, -1)), (" max a", ()), (" 1" + "+ (1" * 2000, ()), (" b", (4, 0))):
+        assert run(body).results == verdict
+        assert three_processes()[-1] != waiting, body
+        waiting = three_processes()[-1]
+
+
 @needs_ocaml
 def test_a_gigabyte_of_output_is_cut_off():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
