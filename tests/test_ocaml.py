@@ -348,7 +348,8 @@ def test_what_the_inner_wall_lets_through_harms_no_other_program(body):
 
 
 def cpu_seconds(pid):
-    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 @needs_wall
@@ -366,8 +367,20 @@ def test_a_process_refuses_many_programs_each_in_a_time_of_its_own_but_judges_on
         assert three_processes()[-1] == waiting and cpu_seconds(waiting) > 0.5
     for body, verdict in ((" a", (3, -1)), (" max a", ()), (" 1" + "+ (1" * 2000, ()), (" b", (4, 0))):
         assert run(body).results == verdict
-        assert three_processes()[-1] != waiting, body
+        assert three_processes()[-1] != waiting, body[:20]
         waiting = three_processes()[-1]
+
+
+@needs_ocaml
+def test_an_ordinary_program_ends_before_garbage_is_collected(changed_verifier):
+    """A collection would copy most of the memory that its process shares with the one it was forked from."""
+    begin, end = "let pipe, own = Unix.pipe () in", "    flush stdout;\n"
+    changed_verifier(
+        begin, begin + "let start = Gc.minor_words () in",
+        end, "if Gc.(2. *. (minor_words () -. start) > float (get ()).minor_heap_size) then Unix._exit 0;" + end,
+    )  # fmt: skip
+    for program, signature, calls, results in ORDINARY:
+        assert judge(program, signature, ocaml.ocaml(calls)).results == tuple(results)
 
 
 @needs_ocaml
