@@ -376,7 +376,7 @@ def test_an_ordinary_program_ends_before_garbage_is_collected(changed_verifier):
     """A collection would copy most of the memory that its process shares with the one it was forked from."""
     begin, end = "let pipe, own = Unix.pipe () in", "    flush stdout;\n"
     changed_verifier(
-        begin, begin + "let start = Gc.minor_words () in",
+        begin, begin + " let start = Gc.minor_words () in",
         end, "if Gc.(2. *. (minor_words () -. start) > float (get ()).minor_heap_size) then Unix._exit 0;" + end,
     )  # fmt: skip
     for program, signature, calls, results in ORDINARY:
