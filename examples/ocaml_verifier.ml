@@ -260,9 +260,11 @@ let rec serve scope =
 let () =
   let scope = List.fold_left execute nothing (parse prelude) in
   (* A page that a fork changes is copied first, and a garbage collection changes most of them. It would begin when half
-     of this heap is full, but a program of ordinary length takes less. *)
-  Gc.(set { (get ()) with minor_heap_size = 200000; space_overhead = 1000 });
+     of the minor heap is full, but a program of ordinary length takes less. A fork also copies the table of all pages,
+     so the major heap is made as small as possible. *)
+  Gc.(set { (get ()) with minor_heap_size = 200000; space_overhead = 1 });
   Gc.compact ();
+  Gc.(set { (get ()) with space_overhead = 1000 });
   (match Unix.fork () with 0 -> Unix._exit 0 | process -> ignore (Unix.waitpid [] process)); (* fails before "ready" *)
   print_endline "ready";
   serve scope
