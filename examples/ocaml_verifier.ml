@@ -1,8 +1,9 @@
-(* The half of the verifier that is OCaml. ocaml_verifier.py runs it in the toplevel, where it prepares itself once and
-   then forks: each program that it accepts is compiled, run and judged in a process of its own. *)
+(* The half of the verifier that is OCaml. ocaml_verifier.py compiles it and runs it in the toplevel, where it prepares
+   itself once and then forks: each program that it accepts is compiled, run and judged in a process of its own. *)
 
-let nothing = Stdlib.(!) Toploop.toplevel_env (* the toplevel was started with -nopervasives, so no name is in scope *)
 open Stdlib
+
+let nothing = Toploop.initialize_toplevel_env (); !Toploop.toplevel_env (* of -nopervasives: no name is in scope *)
 
 (* All that a program can name. No function here has an effect, and none gives a value that could be changed. *)
 let prelude = {|

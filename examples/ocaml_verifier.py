@@ -38,7 +38,7 @@ from typing import NamedTuple
 from nanorook.settings import fail
 
 SOURCE = Path(__file__).with_suffix(".ml")
-OCAML = "-noinit -nopervasives -w -a -I +compiler-libs -I +unix unix.cma".split()
+OCAML = "-nopervasives -w -a -I +compiler-libs -I +unix".split()  # for the compiler and the toplevel alike
 BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # of CPU time there are 0.25 seconds
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
@@ -144,10 +144,10 @@ def end(process):
 @cache
 def wall_stands():
     """Whether this machine can build the outer wall."""
-    if not shutil.which("ocaml"):
+    if not all(map(shutil.which, ("ocaml", "ocamlc"))):
         fail("OCaml, which judges the answers of this task, was not found: `apt install ocaml`.")
-    if not all(map(shutil.which, ("bwrap", "ldd", "ocamlc"))):
-        why = "bubblewrap, ldd or ocamlc is not installed"
+    if not all(map(shutil.which, ("bwrap", "ldd"))):
+        why = "bubblewrap or ldd is not installed"
     elif platform.machine() not in SYSTEM_CALLS:
         why = f"the system calls of {platform.machine()} are not listed"
     else:
@@ -160,12 +160,24 @@ def wall_stands():
     return False
 
 
+@cache
+def compiled(source):
+    """A folder with the bytecode of a file, which is removed when this process ends. If the toplevel compiled the file
+    itself, it would have twice the memory, and each fork copies the table of its pages."""
+    folder = tempfile.TemporaryDirectory()
+    os.chmod(folder.name, 0o755)  # the user nobody may read it
+    command = ["ocamlc", "-c", *OCAML, "-o", f"{folder.name}/judge.cmo", source]
+    if subprocess.run(command, capture_output=True, umask=0o022).returncode:
+        fail("OCaml was found but cannot judge; this needs version 4.13 or 4.14 with its compiler-libs.")
+    return folder
+
+
 def start(source, walled, stderr=subprocess.DEVNULL):
-    """The toplevel of OCaml with a file to run, within bounds and, if `walled`, behind the outer wall."""
+    """The toplevel of OCaml, which runs a file within bounds and, if `walled`, behind the outer wall."""
+    file = f"{compiled(source).name}/judge.cmo"
     ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
-    with open(source, "rb") as code, tempfile.TemporaryFile() as seccomp:
-        # by its descriptor, since the user nobody may be unable to follow its path
-        command, file = list(without_rights()), f"/dev/fd/{code.fileno()}"
+    with open(file, "rb") as code, tempfile.TemporaryFile() as seccomp:
+        command = list(without_rights())
         if walled:
             seccomp.write(system_call_filter())
             seccomp.seek(0)
@@ -173,9 +185,10 @@ def start(source, walled, stderr=subprocess.DEVNULL):
             command += [*WALL, "--seccomp", str(seccomp.fileno())]
             for path in [*programs, *libraries, output_of("ocamlc", "-where").strip()]:
                 command += ["--ro-bind", path, path]
-            command += ["--ro-bind-data", str(code.fileno()), "/judge", "--remount-ro", "/"]
-            file = "/judge"
-        command += [prlimit, *BOUNDS, *["--nproc=2"] * walled, ocamlrun, ocaml, *OCAML, file]  # its own and a grade's
+            command += ["--ro-bind-data", str(code.fileno()), "/judge.cmo", "--remount-ro", "/"]
+            file = "/judge.cmo"
+        command += [prlimit, *BOUNDS, *["--nproc=2"] * walled]  # its own process and a grade's
+        command += [ocamlrun, ocaml, "-noinit", *OCAML, "unix.cma", file]
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         options |= dict(cwd="/", env={"PATH": os.environ["PATH"]}, start_new_session=True)  # without our Ctrl-C
         return subprocess.Popen(command, pass_fds=[code.fileno(), seccomp.fileno()], **options)
