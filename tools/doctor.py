@@ -14,6 +14,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
 from nanorook import settings
@@ -45,10 +46,6 @@ def check(name, figures, *wrong):
 
 def mean(x):
     return x.float().mean().item()
-
-
-def norm(tensors):
-    return torch.stack([tensor.float().norm() for tensor in tensors]).norm().item()
 
 
 def prepare(count):
@@ -109,10 +106,10 @@ def run_checks(model, reference, optimizers, questions):
     state, advice = verdict.values()
     figures = shown(metrics, "reward", "frac_zero_std", "hit_limit", "entropy", "grad_norm", "skipped")
     yield check("first step", figures, (state != "green", f"{advice[:1].upper()}{advice[1:]}."))
-    change = norm(tensor - old[name] for name, tensor in model.state_dict().items())
+    change = get_total_norm(tensor - old[name] for name, tensor in model.state_dict().items()).item()
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
     yield check(
-        "update", {"lr": train.LR, "change": change, "relative": change / norm(old.values())},
+        "update", {"lr": train.LR, "change": change, "relative": change / get_total_norm(old.values()).item()},
         (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
         (metrics["grad_norm"] == 0, "The gradient is 0: do the rewards of a group's answers differ?"),
         (change == 0, f"The weights did not move: check LR={train.LR:g}, and whether the optimizer has all of them."),
@@ -151,7 +148,7 @@ def weights(model):
     state = model.state_dict()
     untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
     return check(
-        "weights", {"tensors": len(state), "norm": norm(state.values())},
+        "weights", {"tensors": len(state), "norm": get_total_norm(state.values()).item()},
         (untrained, f"All biases and norms are those of an untrained model: check MODEL={train.MODEL}."),
     )  # fmt: skip
 
