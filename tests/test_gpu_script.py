@@ -38,6 +38,6 @@ def test_from_labels_to_tables_through_a_kill(bpe_folder, tmp_path):
     seen = [json.loads(line)["step"] for line in (out / "tiny" / "skill.jsonl").read_text().splitlines()]
     assert max(seen) == 11 * int((out / "tiny.decay").read_text())
     summary = (out / "summary.md").read_text()
-    assert "\nCost: 2 steps, " in summary and "\n    W4 whole step" in summary
+    assert "\nCost: 2 steps, " in summary and "\n    W3 whole step" in summary
     assert re.search(r"^\| policy legal T=0 +\| .* \| +[+-]\S+ ± .* \|", summary, re.M), summary
     assert re.findall(r"^## (\S+): finished, \d+ s$", summary, re.M) == STAGES

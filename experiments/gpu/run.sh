@@ -82,8 +82,7 @@ END
 # Stages
 
 seconds=$(awk "BEGIN { print int(60 * ${MINUTES:-30}) }")
-child= beat= name=preparation
-trap '[ -z "$beat" ] || kill "$beat" 2>/dev/null || true' EXIT
+child= name=preparation
 trap '[ -z "$child" ] || { kill "$child" && wait "$child"; } || true
       fail "stopped in $name; the same command continues from there."' INT TERM HUP
 
@@ -105,17 +104,15 @@ stage() {
     used=$(cat "$OUT/$name.used" 2>/dev/null || echo 0)
     left=$((limit > used ? limit - used : 1))
     echo "$name: $left s at most, $OUT/$name.log"
-    # A script that is killed cannot say how long it ran, so that is written down every second, without holding the lock.
-    (while sleep 1 && kill -0 $$; do
-        used=$((used + 1))
-        echo $used >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
-    done) >/dev/null 2>&1 9>&- &
-    beat=$!
     timeout --foreground --kill-after 60 "$left" "$@" >>"$OUT/$name.log" 2>&1 &
     child=$!
+    # A script that is killed cannot say how long it ran, so that is written down all the time.
+    while sleep 0.5; do
+        echo $((used + SECONDS - began)) >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
+        kill -0 $child 2>/dev/null || break
+    done
     wait $child || status=$?
-    kill $beat 2>/dev/null || true
-    child= beat=
+    child=
     case $status in
         0) echo finished >"$OUT/$name.done" ;;
         124 | 137) [ $((SECONDS - began)) -ge $left ] || fail "$name was killed, perhaps for lack of memory ($OUT/$name.log)"
@@ -134,7 +131,7 @@ summarize() {
         echo "# Half an hour on one GPU"
         for file in $(ls -tr "$OUT"/*.done); do
             stage=$(basename "$file" .done)
-            printf '\n## %s: %s, %s s\n\n' "$stage" "$(cat "$file")" "$(cat "$OUT/$stage.used" 2>/dev/null || echo 0)"
+            printf '\n## %s: %s, %s s\n\n' "$stage" "$(cat "$file")" "$(cat "$OUT/$stage.used")"
             if [ "$stage" = bench ]; then
                 sed 's/^/    /' "$OUT/bench.log"
             else
@@ -158,9 +155,7 @@ if [ -n "${TINY:-}" ]; then
     table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5 MIX_FIRST_RATIO=1"
     grpo_tiny=$grpo grpo_gpt2=$grpo
-    bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
-small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
-b.workloads = lambda device: {'W4': all(device)['W4']._replace(**small)}; b.main()" W4 --runs 1 --only nanorook)
+    bench=("$PYTHON" -m tools.bench W3 --runs 1 --only nanorook)
 else
     label="--positions 600000 --seed 1"
     # More steps than there is time for, at a constant rate: the limit ends them, and a cut loses nothing.
@@ -179,10 +174,6 @@ decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stoppe
 exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON
 
-trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
-    grep -qs '"finished"' "$OUT/grpo-$1/run.json" && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
-}
-
 positions=${POSITIONS:-$OUT/positions.txt.gz}
 [ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m rook.label "$positions" $label
 if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
@@ -200,8 +191,8 @@ stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table
 stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
 stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
-stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table
-stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table
+stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$OUT/grpo-tiny/model" $table
+stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$OUT/grpo-gpt2/model" $table
 # Not measured. They come on top of the half hour, and only where a model is named: an id on the hub, or a folder.
 long="STEPS=100000 LR_SCHEDULE=constant EVAL_EVERY=0 EVAL_POSITIONS=200"
 [ -z "${QWEN:-}" ] || stage grpo-gsm8k 50 "$PYTHON" train.py TASK=examples/gsm8k.py MODEL="$QWEN" \
