@@ -101,7 +101,8 @@ def run_checks(model, reference, optimizers, questions):
     metrics |= train.update(model, reference, optimizers, batches, most)
     structure, kind = monitor.worst(metrics, "structure", min)
     figures = {f"{kind} structure": structure} if kind else {}
-    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), refusal(metrics, model.dtype))
+    wrong = monitor.check_start(metrics, model.dtype, train.task.LIMITS)
+    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), (wrong, f"{wrong[:1].upper()}{wrong[1:]}"))
     verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
     state, advice = verdict.values()
     figures = shown(metrics, "reward", "frac_zero_std", "hit_limit", "entropy", "grad_norm", "skipped")
@@ -133,15 +134,6 @@ def run_checks(model, reference, optimizers, questions):
 
 def shown(metrics, *names):
     return {name: metrics[name] for name in names if name in metrics}
-
-
-def refusal(metrics, dtype):
-    """(True, the message with which train.py would stop), or (False, "")."""
-    try:
-        monitor.check_start(metrics, dtype, train.task.LIMITS)
-    except SystemExit as end:
-        return True, str(end).removeprefix("error: ").capitalize()
-    return False, ""
 
 
 def weights(model):
