@@ -89,16 +89,15 @@ def main():
     p.add_argument("--task", default="letters", choices=VARIANTS)
     p.add_argument("--seeds", type=number(int, 1), default=5)
     p.add_argument("--only", nargs="+", metavar="NAME")
-    p.add_argument("--file", type=Path, help="default: experiments/variants-TASK.json")
     a = p.parse_args()
-    variants, file = VARIANTS[a.task], a.file or Path(__file__).with_name(f"variants-{a.task}.json")
+    variants, file = VARIANTS[a.task], Path(__file__).with_name(f"variants-{a.task}.json")
     only = a.only or list(variants)
     if unknown := set(only) - set(variants):
         p.error(f"{a.task} has no variant {', '.join(unknown)}; it has {', '.join(variants)}.")
     about = {"shared": SHARED[a.task], "variants": variants}
     known = read(file) if file.exists() else {"about": about, "runs": {}}
     if known["about"] != about:
-        p.error(f"{file} was made with other settings; delete it, or name another file.")
+        p.error(f"{file} was made with other settings; delete it to begin again.")
     for seed in range(a.seeds):
         for name in only:
             found = known["runs"].setdefault(name, {})

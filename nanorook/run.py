@@ -29,9 +29,8 @@ from nanorook.task import raised_by
 from nanorook.verdict import card, verdict
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
-MADE = (
-    "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
-)  # by a run
+# What a run makes in OUT_DIR
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
