@@ -1,6 +1,8 @@
 import copy
+import gc
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -183,7 +185,7 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, dtype, to
     def count(B, G=8, P=60, T=40):
         prompts, tokens = torch.ones(B, P, dtype=torch.long), torch.ones(B * G, T, dtype=torch.long)
         batch, found = Batch(prompts, torch.full((B,), P), tokens, tokens > 0, None, None), {}
-        pack = lambda x: found.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x  # noqa: E731
+        pack = lambda x: found.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x.detach()  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             result = train.forward(model, batch, 1.0)
         return sum(found.values()), B * (P + G * T), result
@@ -192,6 +194,15 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, dtype, to
     expected = hardware.bytes_of_a_token(model, 100) - 2 * dtype.itemsize * model.config.vocab_size
     print(name, dtype, (two - one) / (more - fewer) / expected)
     assert 0.9 < (two - one) / (more - fewer) / expected < 1.08
+
+
+def test_counting_what_is_kept_keeps_no_weights():
+    model = bench.random_model(LLAMA)
+    weight = weakref.ref(next(model.h[0].parameters()))
+    assert hardware.kept_by_a_block(model, 8)[0] > 0
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
