@@ -8,14 +8,13 @@ the task's file beside this program are not made again. It prints the table for 
 """
 
 import argparse
-import json
 import re
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 from experiments.seeds import read, record, run
-from nanorook import tables
+from nanorook import tables, verdict
 from nanorook.settings import number
 from nanorook.statistics import over_seeds, with_interval
 
@@ -60,7 +59,7 @@ def measure(task, settings, folder):
         if not (folder / "metrics.jsonl").exists():
             raise
         return print(sentence)
-    last, rows = [*found["skill"].values()][-1], list(map(json.loads, open(folder / "metrics.jsonl")))
+    last, rows = [*found["skill"].values()][-1], verdict.read(folder / "metrics.jsonl")
     columns = product(COLUMNS[task].items(), (("greedy", 0), ("sampled", settings.get("TEMPERATURE", 1.0))))
     skill = {f"{name}{way}": last[f"{metric} T={t:g}"][0] for (name, metric), (way, t) in columns}
     clipped = fmean(row["clip_low"] + row["clip_high"] for row in rows)
