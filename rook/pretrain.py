@@ -62,6 +62,7 @@ def arguments():
     p.add_argument("--positions", type=number(int, 288), default=320, help="most tokens in a text; 1024 for GPT-2 124M")
     p.add_argument("--steps", type=count, default=32000, help="number of steps, from the beginning of the run")
     p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
+    p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="steps until L: texts have faded")
     p.add_argument("--rows", type=number(int, 8), default=32, help="number of texts in a step; 1024 suits a GPU")
     p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
@@ -71,6 +72,7 @@ def arguments():
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="for first weights and all random draws")
+    p.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: cuda if there is one")
     a = p.parse_args()
     if a.width % a.heads:
         p.error(f"--width {a.width} has to be a multiple of --heads {a.heads}.")
@@ -214,7 +216,7 @@ def main():
     args = arguments()
     open_folder(args.out)
     hardware.flush_denormals()
-    device = hardware.choose_device()
+    device = hardware.choose_device(args.device)
     torch.manual_seed(args.seed)
     model = (GPT.load(args.init) if args.init else new_model(args)).to(device)
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
@@ -253,7 +255,7 @@ def main():
 
     def make_batch(step):
         """The same for the same seed and step, in whatever process."""
-        task_rows = texts.task_rows(step, args.rows, text_format, not args.init)
+        task_rows = texts.task_rows(step, args.rows, text_format, not args.init, args.legal_steps)
         drawn = texts.draw(random.Random(f"{args.seed}/{step}"), task_rows, labelled, rare, text_format)
         return texts.batches(drawn, encoder, n_positions, text_format)
 

@@ -106,10 +106,10 @@ def rare_kinds(labelled):
     return [kind for kind in kinds if kind]
 
 
-def task_rows(step, rows, text_format, beginner):
+def task_rows(step, rows, text_format, beginner, legal_steps=LEGAL_STEPS):
     """How many texts of each task a step has. A `beginner` starts from random weights and has to learn the rules."""
     unit = max(1, rows // 32)  # multiples of it keep the number of shapes small
-    fades = max(0, 1 - step / LEGAL_STEPS) if beginner else 0
+    fades = max(0, 1 - step / legal_steps) if beginner else 0
     judge_share = JUDGE if text_format in rewards.WIDTH else 0
     legal, judge = (round(share * rows / unit) * unit for share in (LEGAL * fades, judge_share))
     environment = round(ENVIRONMENT * (rows - legal - judge) / unit) * unit
