@@ -57,17 +57,30 @@ def shared_settings(task, given):
 def run(folder, arguments):
     """What seeds.json records of a run of train.py, which is made first unless it is already there."""
     if not finished(folder):
-        command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-        print(f"{folder.name}: its steps are in {folder}.log", flush=True)
         with open(f"{folder}.log", "a") as log:
-            subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # subprocess.run would kill it at Ctrl-C
-        if not finished(folder):  # whatever its verdict, which its exit code tells
-            fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
+            command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
+            follow(subprocess.Popen(command, cwd=ROOT, stdout=log), folder)  # subprocess.run would kill it at Ctrl-C
+            if not finished(folder):  # whatever its verdict, which its exit code tells
+                fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
     about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
     (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
     gains = rounded({name: gain(first[name][2], last[name][2]) for name in last if name in first})
     skill = {str(steps.get(title, title.split(" ")[-1])): rounded(figures) for title, figures in skill.items()}
     return {"about": {k: about[k] for k in about if k != "questions"}, "skill": skill, "gain": gains}
+
+
+def follow(process, folder):
+    """Waits for a run; every ten seconds its last step is printed, on a terminal in one line."""
+    start, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+    while True:
+        steps = [line for line in Path(f"{folder}.log").read_text().splitlines() if re.match(r"step \d", line)]
+        print(f"{start}{folder.name}: {(steps or ['starting'])[-1]:.100}", end=end, flush=True)
+        try:
+            process.wait(10)
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    print(start, end="", flush=True)
 
 
 def shared(folders):

@@ -29,7 +29,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         about = {"machine": "m", "finished": "today", "questions": {"policy": [int(given["SEED"]), 7]}}
         for name, content in {"skill": skill, "settings": {"STEPS": 9}, "run": about}.items():
             (out / f"{name}.json").write_text(json.dumps(content))
-        return types.SimpleNamespace(wait=lambda: 1)  # a run that collapsed has finished, too
+        return types.SimpleNamespace(wait=lambda seconds: 1)  # a run that collapsed has finished, too
 
     def main(*arguments):
         monkeypatch.setattr("sys.argv", ["seeds", str(tmp_path), "--seeds", "2", *arguments])
@@ -78,7 +78,7 @@ def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp
     with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
         with pytest.raises(SystemExit, match="^stopped; the current run ends when it has saved its step"):
             runpy.run_module("experiments.seeds", run_name="__main__")
-    assert run.mock_calls == [mock.call.wait()]
+    assert run.mock_calls == [mock.call.wait(10)]
 
 
 def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
