@@ -331,8 +331,8 @@ def main():
         metrics = monitor.describe_answers(answers, GROUP_SIZE)
         metrics |= update(model, reference, optimizers, batches, run.microbatch)
         clock.append(time.perf_counter())
-        if step == 0:  # update() has compared sampler, policy and reference before it changed any weights
-            monitor.check_start(metrics, model.dtype, task.LIMITS)
+        if step == 0 and (wrong := monitor.check_start(metrics, model.dtype, task.LIMITS)):
+            fail(wrong)  # update() has compared sampler, policy and reference before it changed any weights
 
         # What happened
         run.step += 1
