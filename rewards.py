@@ -11,6 +11,7 @@ Two kinds of questions, and two more that ask for the first candidate of a polic
 Stockfish's labels say which moves are good; python-chess knows everything else.
 """
 
+import math
 import re
 from itertools import islice
 from pathlib import Path
@@ -25,8 +26,8 @@ from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.125, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
-MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.8, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.05, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
+MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.95, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
@@ -66,8 +67,8 @@ def load_unfinished(source):
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     mates, others = ([p for kind, p in items if kind == wanted] for wanted in ("mates", "moves"))
-    text_format, environment = chess_format(config), round(count * MIX_ENV_RATIO)
-    first = round((count - environment) * MIX_FIRST_RATIO)
+    text_format, environment = chess_format(config), math.ceil(count * MIX_ENV_RATIO)
+    first = math.floor((count - environment) * MIX_FIRST_RATIO)  # so that a small step has whole answers, too
     mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
     others = iter(positions.draw(others, count - len(mates), rng))
     questions = [environment_question(p, rng, text_format) for p in islice(others, environment)]

@@ -28,7 +28,6 @@ LIMITS = {"adds": MAX_NEW_TOKENS}
 SYSTEM = "You are a calculator. Example: 12 + 34 = 46."
 EXAMPLES = ((23, 41), (58, 67), (36, 90), (14, 79), (85, 85), (31, 48), (17, 66), (59, 72))
 SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=len(EXAMPLES))
-RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
 
 
 def load(source, config):
@@ -71,5 +70,5 @@ def grade(question, text, hit_limit=False):
     pieces = [("written", 0.1 * written), ("alone", 0.2 * alone)]
     pieces += [("digits", 0.3 * digits, *span), ("right", 0.4 * right, *span)]
     if hit_limit:
-        pieces.append(runaway(pieces, RUNAWAY))
+        pieces.append(runaway(pieces))
     return Grade(tuple(pieces), {"alone": float(alone), "right": float(right)})

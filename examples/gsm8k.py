@@ -32,7 +32,6 @@ DOWNLOADED = Path(__file__).parent.parent / "runs" / "gsm8k-data"
 ASKED = 'Let\'s think step by step. End with a line that has "####" and then the final answer, a number alone.'
 
 WEIGHTS = {"form": 0.1, "number": 0.1, "right": 0.8}
-RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
 # As people write numbers: 70000, $70,000, -2.50, 7/2, 18. (the lengths are bounded as int() refuses very long texts).
 NUMBER = re.compile(r"(-\$?|\$?-?)(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})(\.\d{1,15})?(?:/(\d{1,15}))?\.?", re.ASCII)
 
@@ -113,5 +112,5 @@ def grade(question, text, hit_limit=False):
     pieces = [("form", WEIGHTS["form"] * bool(last)), ("number", WEIGHTS["number"] * (number is not None), *span)]
     pieces += [("right", WEIGHTS["right"] * right)]
     if hit_limit:
-        pieces.append(runaway(pieces, RUNAWAY))
+        pieces.append(runaway(pieces))
     return Grade(tuple(pieces), {"structure": float(number is not None), "right": float(right)})

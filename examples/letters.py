@@ -10,18 +10,17 @@ nanorook/task.py says what each is for.
 import random
 import re
 from itertools import combinations
-from pathlib import Path
 from string import ascii_lowercase
 
 from examples.start import make_start_model
-from nanorook.settings import fail
+from nanorook.settings import ROOT, fail
 from nanorook.task import Grade, Question
 
 # Other defaults for settings of train.py; a user still changes them as NAME=value.
 DEFAULTS = dict(STEPS=150, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/letters", DTYPE="float32", COMPILE="0")
 LIMITS = {"letters": 4}  # tokens of an answer: a space, a letter, the end token, and one to spare
-START = Path(__file__).parent.parent / "runs" / "letters-start"
+START = ROOT / "runs" / "letters-start"
 
 
 def load(source, config):

@@ -26,7 +26,6 @@ LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # With a line for each key a record has 29 tokens and the end token; on one line it has 23.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 32, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"records": MAX_NEW_TOKENS}
-RUNAWAY = 0.3  # the reward of an answer without an end is multiplied by this
 NAMES = """Lena Omar Ruth Igor Nina Hugo Mary Ivan Rosa Paul Emma Noah Anna Karl Lucy Adam Vera Felix Clara Simon
 Alice Peter Sofia Oscar Julia David Laura Jonas Maria Frank Diana Bruno Helen Tomas Irene Henry""".split()
 CITIES = """Oslo Lima Paris Turin Rome Cairo Delhi Dublin Vienna Madrid Berlin London Tokyo Moscow Athens Lisbon Warsaw
@@ -86,5 +85,5 @@ def grade(question, text, hit_limit=False):
         pieces.append((key, 0.2 * right, *([found.span(1)] if found else [])))
     right = keys and all(value for _, value, *_ in pieces)
     if hit_limit:
-        pieces.append(runaway(pieces, RUNAWAY))
+        pieces.append(runaway(pieces))
     return Grade(tuple(pieces), {"json": float(is_json), "right": float(right)})

@@ -10,17 +10,16 @@ eighth answer. Two careless steps may cancel out (7+3=10, 10-5=5): the result is
 import random
 import re
 from itertools import accumulate, product
-from pathlib import Path
 
 from examples.start import make_start_model
-from nanorook.settings import fail, setting
+from nanorook.settings import ROOT, fail, setting
 from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.03, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/sums", DTYPE="float32", COMPILE="0")
 SUMS_REWARD = setting("SUMS_REWARD", "steps", "what is paid: the result alone, or the steps too", ("result", "steps"))
 LIMITS = {"sums": 36}  # tokens of an answer, which are bytes; the longest right one has 27 and the end token
-START = Path(__file__).parent.parent / "runs" / "sums-start"
+START = ROOT / "runs" / "sums-start"
 WORDS = {"+": ("gets", "wins"), "-": ("eats", "uses")}
 SIGNS = {word: sign for sign, words in WORDS.items() for word in words}
 STEP = r"-?\d{1,3}[+-]\d=-?\d{1,3}"

@@ -21,10 +21,9 @@ from statistics import fmean
 
 from nanorook import settings, tables
 from nanorook.run import finished, write
-from nanorook.settings import fail, number
+from nanorook.settings import ROOT, fail, number
 from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
 
-ROOT = Path(__file__).parent.parent
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
 PAWNS = ("cp_loss", "eval_mae")  # metrics that are not shares, although their means may be below 1
 
@@ -131,7 +130,7 @@ def draw(runs, controls, names, path):
             for curve in curves:
                 axis.plot(steps, curve, color=colour, alpha=0.3)
             axis.plot(steps, [fmean(values) for values in zip(*curves)], color=colour, label=label)
-        title, unit = name.replace("T=0", "greedy").replace("T=", "at temperature "), ", %" if share else ""
+        title, unit = re.sub("T=0$", "greedy", name).replace("T=", "at temperature "), ", %" if share else ""
         axis.set(title=title, xlabel="step", ylabel=f"held-out{unit}")
         axis.grid(alpha=0.3)
     axes[0].legend()

@@ -12,11 +12,10 @@ A table stands below a comment that names its files and rows ("*": all of them):
 
 import functools
 import re
-from pathlib import Path
 
 from experiments import seeds, variants
+from nanorook.settings import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|[^\n]*\n)*)", re.DOTALL)
 

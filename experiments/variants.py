@@ -8,14 +8,13 @@ the task's file beside this program are not made again. It prints the table for 
 """
 
 import argparse
-import json
 import re
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 from experiments.seeds import read, record, run
-from nanorook import tables
+from nanorook import tables, verdict
 from nanorook.settings import number
 from nanorook.statistics import over_seeds, with_interval
 
@@ -60,7 +59,7 @@ def measure(task, settings, folder):
         if not (folder / "metrics.jsonl").exists():
             raise
         return print(sentence)
-    last, rows = [*found["skill"].values()][-1], list(map(json.loads, open(folder / "metrics.jsonl")))
+    last, rows = [*found["skill"].values()][-1], verdict.read(folder / "metrics.jsonl")
     columns = product(COLUMNS[task].items(), (("greedy", 0), ("sampled", settings.get("TEMPERATURE", 1.0))))
     skill = {f"{name}{way}": last[f"{metric} T={t:g}"][0] for (name, metric), (way, t) in columns}
     clipped = fmean(row["clip_low"] + row["clip_high"] for row in rows)
@@ -89,16 +88,15 @@ def main():
     p.add_argument("--task", default="letters", choices=VARIANTS)
     p.add_argument("--seeds", type=number(int, 1), default=5)
     p.add_argument("--only", nargs="+", metavar="NAME")
-    p.add_argument("--file", type=Path, help="default: experiments/variants-TASK.json")
     a = p.parse_args()
-    variants, file = VARIANTS[a.task], a.file or Path(__file__).with_name(f"variants-{a.task}.json")
+    variants, file = VARIANTS[a.task], Path(__file__).with_name(f"variants-{a.task}.json")
     only = a.only or list(variants)
     if unknown := set(only) - set(variants):
         p.error(f"{a.task} has no variant {', '.join(unknown)}; it has {', '.join(variants)}.")
     about = {"shared": SHARED[a.task], "variants": variants}
     known = read(file) if file.exists() else {"about": about, "runs": {}}
     if known["about"] != about:
-        p.error(f"{file} was made with other settings; delete it, or name another file.")
+        p.error(f"{file} was made with other settings; delete it to begin again.")
     for seed in range(a.seeds):
         for name in only:
             found = known["runs"].setdefault(name, {})

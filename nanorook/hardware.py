@@ -55,12 +55,15 @@ def kept_by_a_block(model, tokens):
     sizes, x = {}, torch.zeros(1, tokens, model.config.n_embd, device=model.wte.weight.device, requires_grad=True)
 
     def keep(x):
+        x = x.detach()  # a graph that holds its own output would never be freed, nor would the weights
         storage = x.untyped_storage()
         sizes[storage.data_ptr()] = x, storage.nbytes()
         return x
 
-    def attend(layer, q, k, v):
-        copies = [keep(x.clone(memory_format=torch.contiguous_format)) for x in (q, k, v)]
+    def attend(layer, *qkv):
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in qkv]
+        for x in copies:
+            keep(x)
         return copies[0]
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

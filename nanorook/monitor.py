@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 
 from nanorook.run import rewind
-from nanorook.settings import GIVEN, SETTINGS, fail, values
+from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned, prompt_text
 
@@ -54,19 +54,21 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
 
 
 def check_start(metrics, dtype, limits):
-    """Ends a run whose model does not write well-formed answers, or whose sampler, policy and reference differed before
-    the first update."""
+    """What is wrong if the model does not write well-formed answers, or if sampler, policy and reference differed
+    before the first update; empty if nothing is."""
     structure, kind = worst(metrics, "structure", min)
     if structure < 0.2:
-        fail(f"only {structure:.0%} of the first {kind} answers are well-formed, and "
-             f"{metrics[f'{kind}/hit_limit']:.0%} hit their limit: if most do, raise the task's LIMITS {limits}; if "
-             "not, the model does not know the format: check its weights and config.json, or pretrain it.")  # fmt: skip
+        cut_off = metrics[f"{kind}/hit_limit"]
+        return (f"only {structure:.0%} of the first {kind} answers are well-formed, and {cut_off:.0%} hit their limit: "
+                f"if most do, raise the task's LIMITS {limits}; if not, the model does not know the format: check its "
+                "weights and config.json, or pretrain it.")  # fmt: skip
     gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
-        fail(f"sampling and training disagree by {gap:.4f} nats per token before any update, which only a bug or "
-             "weights that are not finite can cause.")  # fmt: skip
+        return (f"sampling and training disagree by {gap:.4f} nats per token before any update, which only a bug or "
+                "weights that are not finite can cause.")  # fmt: skip
     if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
-        fail(f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model.")
+        return f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model."
+    return ""
 
 
 def worst(m, name, pick):

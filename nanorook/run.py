@@ -29,9 +29,8 @@ from nanorook.task import raised_by
 from nanorook.verdict import card, verdict
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
-MADE = (
-    "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
-)  # by a run
+# What a run makes in OUT_DIR
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
@@ -94,9 +93,7 @@ class Run:
         folders = sorted(self.out.glob(STEP), reverse=True)
         for folder in folders:
             try:
-                if bad := ZipFile(folder / "trainer.pt").testzip():  # torch.load does not check the sums
-                    raise ValueError(bad)
-                saved = torch.load(folder / "trainer.pt", "cpu", weights_only=True)
+                saved = read_tensors(folder / "trainer.pt")
                 break
             except Exception as error:  # a damaged pickle may raise anything
                 parallel.log(f"{folder} is damaged ({type(error).__name__}), so the previous checkpoint is used.")
@@ -141,8 +138,7 @@ class Run:
         trainer |= {"model": model.state_dict(), "optimizer": [o.state_dict()["state"] for o in optimizers]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         model.save(unfinished)
-        torch.save(trainer, content := BytesIO())  # writing to a file, it would not report a full disk
-        (unfinished / "trainer.pt").write_bytes(content.getbuffer())
+        write_tensors(unfinished / "trainer.pt", trainer)
         for path in [*unfinished.iterdir(), unfinished]:
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
@@ -216,6 +212,17 @@ def to_host(state):
     if isinstance(state, list):
         return [to_host(value) for value in state]
     return {key: to_host(value) for key, value in state.items()}
+
+
+def write_tensors(path, content):
+    torch.save(content, data := BytesIO())  # writing to a file, it would not report a full disk
+    path.write_bytes(data.getbuffer())
+
+
+def read_tensors(path):
+    if damaged := ZipFile(path).testzip():  # torch.load does not check the sums
+        raise ValueError(damaged)
+    return torch.load(path, "cpu", weights_only=True)
 
 
 def write(path, text):

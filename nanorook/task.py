@@ -229,7 +229,7 @@ def wrong_grade(grade, text):
     return ""
 
 
-def runaway(pieces, factor):
+def runaway(pieces, factor=0.3):
     """The piece that multiplies the reward of an answer without an end: a factor keeps the order of rewards."""
     return "runaway", (factor - 1) * sum(value for _, value, *_ in pieces)
 

@@ -16,10 +16,8 @@ import shutil
 import sys
 import time
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from zipfile import ZipFile
 
 import chess
 import torch
@@ -28,13 +26,12 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import rewards
+import train
 from model import GPT, GPTConfig, causal_attention
-from nanorook import hardware, monitor
-from nanorook.run import catch_signals
+from nanorook import hardware
+from nanorook.run import catch_signals, read_tensors, write_tensors
 from nanorook.settings import fail, number
-from nanorook.task import graded
 from nanorook.tokenizer import Tokenizer
-from rollout import sample
 from rook import positions, texts
 from rook.label import lock, start_worker
 
@@ -177,12 +174,8 @@ def schedule(step, steps, decay):
 
 def evaluate(model, questions):
     """{"policy legal T=0": mean, ...} of held-out questions, greedy and at temperature 1."""
-    model, skill = model.inference_copy(model.dtype), {}
-    for temperature in (0, 1):
-        parts = sample(model, questions, 1, rewards.LIMITS, temperature, max_rows=256)
-        figures = monitor.intervals([answer for _, part in parts for answer in graded(rewards, part)])
-        skill |= {f"{name} T={temperature}": round(figures[name][0], 4) for name in SKILL}
-    return skill
+    figures, _ = train.evaluate(model, questions)
+    return {name: round(mean, 4) for name, (mean, *_) in figures.items() if name.rpartition(" ")[0] in SKILL}
 
 
 def open_folder(out):
@@ -199,8 +192,7 @@ def save(out, model, dtype, state):
     unfinished = out / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
     model.save(unfinished / "model", dtype)
-    torch.save(state, content := BytesIO())  # writing to a file, it would not report a full disk
-    (unfinished / "trainer.pt").write_bytes(content.getbuffer())
+    write_tensors(unfinished / "trainer.pt", state)
     # trainer.pt comes first: a folder with a model and without it is refused as another program's
     for file in (unfinished / "trainer.pt", *(unfinished / "model").iterdir()):
         os.replace(file, out / file.name)
@@ -212,9 +204,7 @@ def load_state(file, config):
     if not file.exists():
         return {}
     try:  # to the CPU, where AdamW's step counters stay: on CUDA each would be a GPU sync at every step
-        if bad := ZipFile(file).testzip():  # torch.load does not check the sums
-            raise ValueError(bad)
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = read_tensors(file)
         if state["config"] == str(config):
             return state
     except Exception:  # a damaged pickle may raise anything

@@ -3,6 +3,7 @@
 import functools
 import gc
 import gzip
+import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
@@ -17,9 +18,8 @@ import torch
 import rewards
 import toy
 import train
-from experiments import large
 from model import GPT, GPTConfig
-from nanorook.tokenizer import Tokenizer
+from nanorook.tokenizer import END, Tokenizer, byte_names
 from rook import positions, stockfish, texts
 
 load, embedded = positions.load, functools.cache(positions.load)
@@ -90,7 +90,13 @@ def bpe_folder(chess_lines, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    return large.write_tokenizer(tmp_path_factory.mktemp("gpt2"))
+    """GPT-2's own tokenizer files, made of its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
+    folder, merges = tmp_path_factory.mktemp("gpt2"), gzip.open(toy.ROOT / "tests/gpt2/merges.txt.gz").read()
+    merged = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
+    tokens = [*byte_names().values(), *merged, END]
+    (folder / "merges.txt").write_bytes(merges)
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    return folder
 
 
 @pytest.fixture

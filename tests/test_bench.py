@@ -4,8 +4,10 @@ import sys
 import pytest
 import torch
 
+import rewards
 import train
 from model import GPTConfig
+from nanorook import sizes
 from rollout import generate
 from tools import bench
 
@@ -84,6 +86,15 @@ def test_no_program_takes_less_than_its_products(small):
     )  # fmt: skip
     assert rollout == weights * (prompts + new) + 300 * 48 * new
     assert (step, with_kl) == (4 * rollout, 5 * rollout)  # the backward pass has two products for each
+
+
+def test_two_workloads_have_the_sizes_of_rookworlds_model():
+    """Two of the eight questions of a step ask for a whole answer, six for a first candidate: 40 tokens on average."""
+    sized = sizes.TABLE[50e6]["BATCH_POSITIONS"], sizes.TABLE[50e6]["GROUP_SIZE"]
+    whole, first = rewards.LIMITS["policy"], rewards.LIMITS["moves"]
+    default, mates = (bench.workloads(CPU)[title] for title in ("W8", "W9"))
+    assert default[1:6] == (GPTConfig(), *sized, (2 * whole + 6 * first) // 8, train.KL_COEF)
+    assert mates[1:6] == (GPTConfig(), *sized, first, 0.0)
 
 
 def test_a_step_of_the_bench_is_a_step_of_training(small, monkeypatch):

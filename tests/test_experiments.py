@@ -62,10 +62,13 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     assert len(started) == 4
 
 
-def test_a_figure_that_not_every_evaluation_has_is_drawn_where_it_is(tmp_path):
-    skill = {"0": {"q right T=0": [0.1, 0.0]}, "5": {}, "9": {"q right T=0": [0.2, 0.0]}}
-    seeds.draw([{"skill": skill}], [], ["q right T=0"], tmp_path / "some.png")
+def test_a_figure_that_not_every_evaluation_has_is_drawn_where_it_is(tmp_path, monkeypatch):
+    titles, names = [], ["q right T=0", "q right T=0.7"]
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda self, title: titles.append(title))
+    skill = {"0": dict.fromkeys(names, [0.1, 0.0]), "5": {}, "9": dict.fromkeys(names, [0.2, 0.0])}
+    seeds.draw([{"skill": skill}], [], names, tmp_path / "some.png")
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
+    assert titles == ["q right greedy", "q right at temperature 0.7"]
 
 
 def test_ctrl_c_ends_an_experiment_with_a_sentence_and_does_not_kill_its_run(tmp_path, monkeypatch):
@@ -113,8 +116,8 @@ def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, 
         return {"skill": {"0": {}, "30": {"letters last T=0": [0.5, 0.1], "letters last T=1": [0.25, 0.1]}}}
 
     monkeypatch.setattr(variants, "run", run)
-    command = f"variants {tmp_path} --file {tmp_path}/v.json --seeds 2 --only"
-    monkeypatch.setattr("sys.argv", [*command.split(), "default", "EPOCHS=2"])
+    monkeypatch.setattr(variants, "__file__", f"{tmp_path}/variants.py")  # beside which the file is written
+    monkeypatch.setattr("sys.argv", ["variants", str(tmp_path), "--seeds", "2", "--only", "default", "EPOCHS=2"])
     shared = ["TASK=examples/letters.py", "STEPS=30", "EVAL_POSITIONS=400", "KL_COEF=0.0"]
     for _ in range(2):
         variants.main()

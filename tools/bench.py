@@ -1,6 +1,6 @@
 """Speed: seconds of a rollout and of a whole step, compared with transformers and TRL.
 
-python -m tools.bench [W1 W2 W3 W4 W5 W6 W7] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
+python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
 
 Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
 take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. If other
@@ -61,6 +61,8 @@ def workloads(device):
         "W5": Workload("rollout, SmolLM2-135M", SMOLLM2, 16, 16, 64),
         "W6": Workload("whole step, SmolLM2-135M", SMOLLM2, 16, 16, 64, 0.0),
         "W7": Workload("whole step of GSM8K's sizes, Qwen2.5-0.5B", QWEN, 16 if cuda else 2, 8, 300, 0.0, 150),
+        "W8": Workload("whole step of RookWorld-LM-124M's sizes", GPT2, 8, 8, 40, train.KL_COEF),
+        "W9": Workload("whole step of RookWorld-LM-124M's sizes, mates alone", GPT2, 8, 8, 6, 0.0),
     }
 
 

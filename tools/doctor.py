@@ -14,6 +14,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
 from nanorook import settings
@@ -45,10 +46,6 @@ def check(name, figures, *wrong):
 
 def mean(x):
     return x.float().mean().item()
-
-
-def norm(tensors):
-    return torch.stack([tensor.float().norm() for tensor in tensors]).norm().item()
 
 
 def prepare(count):
@@ -104,15 +101,16 @@ def run_checks(model, reference, optimizers, questions):
     metrics |= train.update(model, reference, optimizers, batches, most)
     structure, kind = monitor.worst(metrics, "structure", min)
     figures = {f"{kind} structure": structure} if kind else {}
-    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), refusal(metrics, model.dtype))
+    wrong = monitor.check_start(metrics, model.dtype, train.task.LIMITS)
+    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), (wrong, f"{wrong[:1].upper()}{wrong[1:]}"))
     verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
     state, advice = verdict.values()
     figures = shown(metrics, "reward", "frac_zero_std", "hit_limit", "entropy", "grad_norm", "skipped")
     yield check("first step", figures, (state != "green", f"{advice[:1].upper()}{advice[1:]}."))
-    change = norm(tensor - old[name] for name, tensor in model.state_dict().items())
+    change = get_total_norm(tensor - old[name] for name, tensor in model.state_dict().items()).item()
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
     yield check(
-        "update", {"lr": train.LR, "change": change, "relative": change / norm(old.values())},
+        "update", {"lr": train.LR, "change": change, "relative": change / get_total_norm(old.values()).item()},
         (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
         (metrics["grad_norm"] == 0, "The gradient is 0: do the rewards of a group's answers differ?"),
         (change == 0, f"The weights did not move: check LR={train.LR:g}, and whether the optimizer has all of them."),
@@ -138,20 +136,11 @@ def shown(metrics, *names):
     return {name: metrics[name] for name in names if name in metrics}
 
 
-def refusal(metrics, dtype):
-    """(True, the message with which train.py would stop), or (False, "")."""
-    try:
-        monitor.check_start(metrics, dtype, train.task.LIMITS)
-    except SystemExit as end:
-        return True, str(end).removeprefix("error: ").capitalize()
-    return False, ""
-
-
 def weights(model):
     state = model.state_dict()
     untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
     return check(
-        "weights", {"tensors": len(state), "norm": norm(state.values())},
+        "weights", {"tensors": len(state), "norm": get_total_norm(state.values()).item()},
         (untrained, f"All biases and norms are those of an untrained model: check MODEL={train.MODEL}."),
     )  # fmt: skip
 

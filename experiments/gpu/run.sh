@@ -21,7 +21,7 @@ fail() {
 }
 
 stages="label pretrain-tiny decay-tiny pretrain-gpt2 decay-gpt2 before-tiny before-gpt2 grpo-tiny grpo-gpt2"
-stages+=" after-tiny after-gpt2 steps-default steps-mates grpo-gsm8k grpo-ocaml bench"
+stages+=" after-tiny after-gpt2 grpo-gsm8k grpo-ocaml bench"
 chosen=("$@")
 for name in "$@"; do
     [[ " $stages" == *" $name"* ]] || fail "$name is not a stage; the stages are: $stages."
@@ -82,8 +82,7 @@ END
 # Stages
 
 seconds=$(awk "BEGIN { print int(60 * ${MINUTES:-30}) }")
-child= beat= name=preparation
-trap '[ -z "$beat" ] || kill "$beat" 2>/dev/null || true' EXIT
+child= name=preparation
 trap '[ -z "$child" ] || { kill "$child" && wait "$child"; } || true
       fail "stopped in $name; the same command continues from there."' INT TERM HUP
 
@@ -105,17 +104,15 @@ stage() {
     used=$(cat "$OUT/$name.used" 2>/dev/null || echo 0)
     left=$((limit > used ? limit - used : 1))
     echo "$name: $left s at most, $OUT/$name.log"
-    # A script that is killed cannot say how long it ran, so that is written down every second, without holding the lock.
-    (while sleep 1 && kill -0 $$; do
-        used=$((used + 1))
-        echo $used >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
-    done) >/dev/null 2>&1 9>&- &
-    beat=$!
     timeout --foreground --kill-after 60 "$left" "$@" >>"$OUT/$name.log" 2>&1 &
     child=$!
+    # A script that is killed cannot say how long it ran, so that is written down all the time.
+    while sleep 0.5; do
+        echo $((used + SECONDS - began)) >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
+        kill -0 $child 2>/dev/null || break
+    done
     wait $child || status=$?
-    kill $beat 2>/dev/null || true
-    child= beat=
+    child=
     case $status in
         0) echo finished >"$OUT/$name.done" ;;
         124 | 137) [ $((SECONDS - began)) -ge $left ] || fail "$name was killed, perhaps for lack of memory ($OUT/$name.log)"
@@ -123,14 +120,33 @@ stage() {
         *) fail "$name: $(tail -n 1 "$OUT/$name.log" | tr '\r' '\n' | tail -n 1) ($OUT/$name.log)" ;;
     esac
     echo "$name: $(cat "$OUT/$name.done")"
-    "$PYTHON" "$carried/summary.py" "$OUT"
+    summarize
+}
+
+# What each stage that is done has printed last: its table, its verdict, or how far it came. That is the last paragraph
+# of its log, without progress bars; the bench prints one for each workload.
+summarize() {
+    local file stage
+    {
+        echo "# Half an hour on one GPU"
+        for file in $(ls -tr "$OUT"/*.done); do
+            stage=$(basename "$file" .done)
+            printf '\n## %s: %s, %s s\n\n' "$stage" "$(cat "$file")" "$(cat "$OUT/$stage.used")"
+            if [ "$stage" = bench ]; then
+                sed 's/^/    /' "$OUT/bench.log"
+            else
+                sed 's/.*\r//' "$OUT/$stage.log" | awk -v RS= 'END { print }' | tail -n 80
+            fi
+        done
+    } >"$OUT/summary.md.tmp"
+    mv "$OUT/summary.md.tmp" "$OUT/summary.md"
 }
 
 workers=$(($(nproc) > 3 ? $(nproc) - 2 : 1))
 shape_gpt2="--positions 1024 --layers 12 --width 768 --heads 12"
 format_gpt2="--format rookworld${GPT2_TOKENIZER:+ --tokenizer $GPT2_TOKENIZER}"
 table="--positions 500 --self-play 20"
-bench=("$PYTHON" -m tools.bench W4 W2 --runs 3)
+bench=("$PYTHON" -m tools.bench W4 W2 W8 W9 --runs 3)
 if [ -n "${TINY:-}" ]; then
     label="--positions 100 --nodes 100 --workers 1"
     tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 120 --eval-positions 2 --workers 1 --dtype float32"
@@ -138,10 +154,8 @@ if [ -n "${TINY:-}" ]; then
     gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=40
     table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5 MIX_FIRST_RATIO=1"
-    grpo_tiny=$grpo grpo_gpt2=$grpo steps="$grpo MODEL=$OUT/gpt2"
-    bench=("$PYTHON" -c "from tools import bench as b; all = b.workloads
-small = dict(config=b.GPTConfig(257, 384, 32, 1, 2), prompts=2, group=2, new=8)
-b.workloads = lambda device: {'W4': all(device)['W4']._replace(**small)}; b.main()" W4 --runs 1 --only nanorook)
+    grpo_tiny=$grpo grpo_gpt2=$grpo
+    bench=("$PYTHON" -m tools.bench W3 --runs 1 --only nanorook)
 else
     label="--positions 600000 --seed 1"
     # More steps than there is time for, at a constant rate: the limit ends them, and a cut loses nothing.
@@ -151,7 +165,6 @@ else
     grpo="STEPS=100000 LR_SCHEDULE=constant BATCH_POSITIONS=64 GROUP_SIZE=8 EVAL_EVERY=0 SAVE_EVERY=50"
     grpo_tiny=$grpo
     grpo_gpt2="$grpo CLIP_RANGE=0.1" # LR and TEMPERATURE are those of its size
-    steps="STEPS=10"
 fi
 
 # decay NAME OUT ...: pretraining continues for a tenth of its steps so far, over which its learning rate falls to zero.
@@ -160,10 +173,6 @@ decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stoppe
 [ -s "$file" ] || "$PYTHON" -c "$tenth" "$1/trainer.pt" >"$file"
 exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON
-
-trained() { # the folder of what GRPO has made of a model: the finished one, or the newest checkpoint
-    grep -qs '"finished"' "$OUT/grpo-$1/run.json" && echo "$OUT/grpo-$1/model" || ls -d "$OUT/grpo-$1"/step-* 2>/dev/null | tail -n 1
-}
 
 positions=${POSITIONS:-$OUT/positions.txt.gz}
 [ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m rook.label "$positions" $label
@@ -182,15 +191,13 @@ stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table
 stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
 stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
-stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$(trained tiny)" $table
-stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$(trained gpt2)" $table
-stage steps-default 4 "$PYTHON" -m experiments.large OUT_DIR="$OUT/steps" $steps
-stage steps-mates 4 "$PYTHON" -m experiments.large OUT_DIR="$OUT/steps" $steps TASK=examples/mates.py
+stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$OUT/grpo-tiny/model" $table
+stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$OUT/grpo-gpt2/model" $table
 # Not measured. They come on top of the half hour, and only where a model is named: an id on the hub, or a folder.
 long="STEPS=100000 LR_SCHEDULE=constant EVAL_EVERY=0 EVAL_POSITIONS=200"
 [ -z "${QWEN:-}" ] || stage grpo-gsm8k 50 "$PYTHON" train.py TASK=examples/gsm8k.py MODEL="$QWEN" \
     DATA="${GSM8K:-builtin}" OUT_DIR="$OUT/grpo-gsm8k" $long
 [ -z "${CODER:-}" ] || stage grpo-ocaml 50 "$PYTHON" train.py TASK=examples/ocaml.py MODEL="$CODER" \
     OUT_DIR="$OUT/grpo-ocaml" DTYPE=auto COMPILE=auto $long
-stage bench 10 "${bench[@]}" --json "$OUT/bench.json"
+stage bench 18 "${bench[@]}" --json "$OUT/bench.json"
 cat "$OUT/summary.md"

@@ -1,1 +1,0 @@
-raise SystemExit("error: this command is now python -m rook.uci.")
