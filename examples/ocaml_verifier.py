@@ -124,7 +124,7 @@ def toplevel():
     """The process of OCaml that judges."""
     process = start(SOURCE, wall_stands())
     if process.stdout.readline() != b"ready\n":
-        fail("OCaml was found but cannot judge; this needs version 4.13 or 4.14 with its compiler-libs.")
+        fail(f"OCaml does not start; is there memory left, and may all users read {tempfile.gettempdir()}?")
     return process
 
 

@@ -590,3 +590,19 @@ def test_without_ocaml_a_sentence_names_the_package(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match="apt install ocaml"):
         run("a")
+
+
+@needs_ocaml
+def test_an_ocaml_of_another_version_is_named(changed_verifier):
+    wall_stands()
+    changed_verifier("Some ([], p)", "Some p")  # as the syntax tree was before 4.13
+    with pytest.raises(SystemExit, match="OCaml was found but cannot judge; this needs version 4.13 or 4.14"):
+        run(" a")
+
+
+@needs_ocaml
+def test_an_ocaml_that_does_not_start_is_named(changed_verifier):
+    wall_stands()
+    changed_verifier('print_endline "ready";', "exit 0;")
+    with pytest.raises(SystemExit, match="OCaml does not start; is there memory left"):
+        run(" a")
