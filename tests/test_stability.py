@@ -324,7 +324,7 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
     kinds, limits, runaway = chess(**changes, RUNAWAY_PENALTY_MULTIPLIER=0.5)
     assert kinds == {"environment": 8, "policy": 6, "moves": 3, "mates": 3} and runaway == pytest.approx(0.5)
     assert limits == {"policy": 7, "environment": 8, "moves": 6, "mates": 6}
-    assert chess(MIX_FIRST_RATIO=0)[0] == {"environment": 2, "policy": 18}
+    assert chess(MIX_FIRST_RATIO=0)[0] == {"environment": 1, "policy": 19}
     kinds, _, runaway = chess()
     assert len(kinds) == 4 and runaway == pytest.approx(0.3)
 
