@@ -29,7 +29,6 @@ DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float
 LIMITS = {"ocaml": 40, "coder": 200}
 START = Path(__file__).parent.parent / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
-RUNAWAY = 0.3  # the reward of a function or an answer without an end is multiplied by this
 
 HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer continues, and the type of the whole
 ASKED = """Write a function in OCaml, of type int -> int -> int: f a b is {}, worked out from left to right.
@@ -105,7 +104,7 @@ def grade(question, text, hit_limit=False):
     pieces += [("all", WEIGHTS["all"] * right)]
     pieces = [(*piece, *spans) for piece in pieces]
     if hit_limit or verdict.ran_away:
-        pieces.append(runaway(pieces, RUNAWAY))
+        pieces.append(runaway(pieces))
     metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(passed) / len(TESTS), "right": right}
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 

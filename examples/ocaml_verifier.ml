@@ -3,7 +3,8 @@
 
 open Stdlib
 
-let nothing = Toploop.initialize_toplevel_env (); !Toploop.toplevel_env (* of -nopervasives: no name is in scope *)
+(* The toplevel was started with -nopervasives, so no name is in scope. *)
+let nothing = Toploop.initialize_toplevel_env (); !Toploop.toplevel_env
 
 (* All that a program can name. No function here has an effect, and none gives a value that could be changed. *)
 let prelude = {|
@@ -200,7 +201,8 @@ let rec call t f arguments =
   | Ptyp_arrow (_, _, t), x :: rest -> call t ((Obj.obj f : Obj.t -> Obj.t) x) rest
   | _ -> failwith "there are more arguments than the function takes"
 
-(* Prints how far the program came, each stage before its own code runs, which may never end. *)
+(* Prints how far the program came: "type" if its definitions fail, otherwise "run", and then the results. "run" is
+   printed before the calls, which may never end. *)
 let judge scope items signature calls =
   let last = definitions signature in
   match execute scope (Ptop_def (items @ last)) with
@@ -219,11 +221,11 @@ let judge scope items signature calls =
 
 let written = Bytes.create 65536 (* what a pipe holds, and so the most that a process may write *)
 
-(* What a forked process does: it judges one program that passes the inner wall, and before it those that do not. Text
-   that is refused is data: it was parsed, and nothing of it was typed or run. So the process that refused it can take
-   the next one, unless the text was so long that it may have filled the memory or the stack. Before a program is typed,
-   the pipes to Python are closed; from then on the process can write to a pipe of its own, and nowhere else. The kernel
-   ends it when a program has had its time. *)
+(* What a forked process does: it refuses programs until one passes the inner wall, and judges that one. Text that is
+   refused is data: it was parsed, and nothing of it was type-checked or run. So the process that refused it can take
+   the next program, unless the text was so long that it may have filled the memory or the stack. Before a program is
+   type-checked, the pipes to Python are closed; from then on the process can write to a pipe of its own, and nowhere
+   else. The kernel ends the process when a program has used up its CPU time. *)
 let rec grade scope own =
   match String.split_on_char ';' (read_line ()) with
   | exception End_of_file -> () (* Python has ended *)
@@ -240,8 +242,8 @@ let rec grade scope own =
         judge scope items signature calls)
     | _ -> failwith "a request has three parts"
 
-(* Each process is forked before its request comes. What it wrote is read when it has ended; if it does not end, Python
-   ends this one as well. *)
+(* Each process is forked before its first request comes. What it wrote to its own pipe is read when it has ended; if it
+   does not end, Python ends this one as well. *)
 let rec serve scope =
   let pipe, own = Unix.pipe () in
   match Unix.fork () with

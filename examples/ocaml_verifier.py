@@ -7,15 +7,15 @@ What a model writes is a stranger's code. Two walls stand between it and everyth
   `let`, `if`, `match` without guards, tuples, lists, and the functions of a prelude. The Verdict on a program that is
   refused is the one on text that does not parse, so it earns nothing.
 - The outer wall is for a program that gets through the inner one all the same, by a bug of the compiler for example.
-  Each program that is typed or run has a process of its own, forked from a prepared one; text that the inner wall has
-  refused is only parsed. The process has no root privileges and sees no network, no process outside and no file but
-  those of OCaml, all read-only. Most system calls fail; memory, time, processes, files and output have bounds. It needs
-  bubblewrap and a kernel that lets a user make namespaces; without them, a warning says so, and what remains of this
-  wall is the process, its bounds, and, if root runs this, the user nobody's rights.
+  Each program that is type-checked or run has a process of its own, forked from a prepared one; text that the inner
+  wall has refused is only parsed. The process has no root privileges and sees no network, no process outside and no
+  file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files and output have bounds.
+  The wall needs bubblewrap and a kernel that lets a user make namespaces; without them, a warning says so, and what
+  remains of it is the process, its bounds, and, if root runs this, the user nobody's rights.
 
 A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
-else behind the outer wall: the pipes to Python are closed before it is typed, and its own pipe is read as what became
-of this one program. It cannot signal or trace the process that it was forked from, and it is killed after its grade.
+else behind the outer wall: the pipes to Python are closed before it is type-checked, and what its own pipe holds counts
+for this one program alone. It cannot signal or trace the process that it was forked from, and it is killed after its grade.
 """
 
 import errno
@@ -39,7 +39,7 @@ from nanorook.settings import fail
 
 SOURCE = Path(__file__).with_suffix(".ml")
 OCAML = "-nopervasives -w -a -I +compiler-libs -I +unix".split()  # for the compiler and the toplevel alike
-BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # of CPU time there are 0.25 seconds
+BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split()  # the CPU time is set in the .ml
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
 WAITS = 100  # of 0.1 seconds for a program; they are counted, so that a machine that sleeps does not make it late
@@ -162,10 +162,10 @@ def wall_stands():
 
 @cache
 def compiled(source):
-    """A folder with the bytecode of a file, which is removed when this process ends. If the toplevel compiled the file
-    itself, it would have twice the memory, and each fork copies the table of its pages."""
+    """A folder with the bytecode of a file, which is removed when this process ends. The toplevel would need twice
+    the memory if it compiled the file itself, and each fork copies the table of its pages."""
     folder = tempfile.TemporaryDirectory()
-    os.chmod(folder.name, 0o755)  # the user nobody may read it
+    os.chmod(folder.name, 0o755)  # so that the user "nobody" can read it
     command = ["ocamlc", "-c", *OCAML, "-o", f"{folder.name}/judge.cmo", source]
     if subprocess.run(command, capture_output=True, umask=0o022).returncode:
         fail("OCaml was found but cannot judge; this needs version 4.13 or 4.14 with its compiler-libs.")

@@ -67,13 +67,13 @@ def kept_by_a_block(model, tokens):
         return copies[0]
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = model.h[0](x, 0, attend)
-    return sum(size for _, size in sizes.values()), output  # its graph keeps these tensors
+        model.h[0](x, 0, attend)
+    return sum(size for _, size in sizes.values())
 
 
 def bytes_of_a_token(model, keys):
     c, width = model.config, model.dtype.itemsize
-    (more, _), (fewer, _) = kept_by_a_block(model, 96), kept_by_a_block(model, 32)
+    more, fewer = kept_by_a_block(model, 96), kept_by_a_block(model, 32)
     block = (more - fewer) / 64 + width * c.n_head * keys
     blocks = block + 4 * c.n_layer * c.n_embd if model.recompute else c.n_layer * block  # one, and the inputs of all
     return blocks + 3 * width * c.vocab_size

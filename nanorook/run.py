@@ -220,7 +220,7 @@ def write_tensors(path, content):
 
 
 def read_tensors(path):
-    if damaged := ZipFile(path).testzip():  # torch.load does not check the sums
+    if damaged := ZipFile(path).testzip():  # torch.load does not verify the checksums
         raise ValueError(damaged)
     return torch.load(path, "cpu", weights_only=True)
 

@@ -7,7 +7,7 @@ import json
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is: tensors are small, and threads would wait for threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tensors are small, and threads would wait
 
 import shutil
 import signal
@@ -94,7 +94,7 @@ def bpe_folder(chess_lines, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """GPT-2's own tokenizer files, made of its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
+    """GPT-2's own tokenizer files, made from its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
     folder, merges = tmp_path_factory.mktemp("gpt2"), gzip.open(toy.ROOT / "tests/gpt2/merges.txt.gz").read()
     merged = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
     tokens = [*byte_names().values(), *merged, END]
@@ -105,7 +105,7 @@ def gpt2_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """SmolLM2-135M-Instruct: transformers' model, its tokenizer, the folder that is made of the package."""
+    """SmolLM2-135M-Instruct: transformers' model, its tokenizer, and the folder that is made from the package."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     load = functools.cache(AutoModelForCausalLM.from_pretrained)  # it takes a quarter of a minute

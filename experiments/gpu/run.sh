@@ -106,7 +106,7 @@ stage() {
     echo "$name: $left s at most, $OUT/$name.log"
     timeout --foreground --kill-after 60 "$left" "$@" >>"$OUT/$name.log" 2>&1 &
     child=$!
-    # A script that is killed cannot say how long it ran, so that is written down all the time.
+    # A script that is killed cannot say how long it ran, so the time is written down twice a second.
     while sleep 0.5; do
         echo $((used + SECONDS - began)) >"$OUT/used.part" && mv "$OUT/used.part" "$OUT/$name.used"
         kill -0 $child 2>/dev/null || break
@@ -124,7 +124,7 @@ stage() {
 }
 
 # What each stage that is done has printed last: its table, its verdict, or how far it came. That is the last paragraph
-# of its log, without progress bars; the bench prints one for each workload.
+# of its log, without progress bars. The bench prints a paragraph for each workload, so its whole log is shown.
 summarize() {
     local file stage
     {
