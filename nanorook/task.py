@@ -230,7 +230,7 @@ def wrong_grade(grade, text):
 
 
 def runaway(pieces, factor=0.3):
-    """The piece that multiplies the reward of an answer without an end by `factor`, which keeps the order of rewards."""
+    """The piece that multiplies the reward of an answer without an end; a factor keeps the order of rewards."""
     return "runaway", (factor - 1) * sum(value for _, value, *_ in pieces)
 
 
