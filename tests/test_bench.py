@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+import examples.mates
 import rewards
 import train
 from model import GPTConfig
@@ -95,7 +96,7 @@ def test_two_workloads_have_the_sizes_of_rookworlds_model():
     whole, first = rewards.LIMITS["policy"], rewards.LIMITS["moves"]
     default, mates = (bench.workloads(CPU)[title] for title in ("W8", "W9"))
     assert default[1:6] == (GPTConfig(), *sized, (2 * whole + 6 * first) // 8, train.KL_COEF)
-    assert mates[1:6] == (GPTConfig(), *sized, first, 0.0)
+    assert mates[1:6] == (GPTConfig(), *sized, first, examples.mates.DEFAULTS["KL_COEF"])
 
 
 def test_a_step_of_the_bench_is_a_step_of_training(small, monkeypatch):

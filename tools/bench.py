@@ -62,7 +62,7 @@ def workloads(device):
         "W6": Workload("whole step, SmolLM2-135M", SMOLLM2, 16, 16, 64, 0.0),
         "W7": Workload("whole step of GSM8K's sizes, Qwen2.5-0.5B", QWEN, 16 if cuda else 2, 8, 300, 0.0, 150),
         "W8": Workload("whole step of RookWorld-LM-124M's sizes", GPT2, 8, 8, 40, train.KL_COEF),
-        "W9": Workload("whole step of RookWorld-LM-124M's sizes, mates alone", GPT2, 8, 8, 6, 0.0),
+        "W9": Workload("whole step of RookWorld-LM-124M's sizes, mates alone", GPT2, 8, 8, 6, 0.03),
     }
 
 
