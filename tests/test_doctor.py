@@ -8,6 +8,7 @@ import grpo
 import toy
 import train
 from model import GPT
+from nanorook.task import Grade
 from rollout import Batch
 from tools import doctor
 
@@ -56,6 +57,17 @@ def test_weights_that_cannot_be_trained_and_a_machine_that_multiplies_wrongly(ex
     wrong = lambda x, *rest: linear(x, *rest) * (1.02 if x.dtype == torch.float32 else 1)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "linear", wrong)
     said(examine(), "computing", "float32 is wrong")
+
+
+def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):
+    def least(question, text, *_):
+        return Grade((("capped", min(0.2, len(text) / 10)),), {"structure": 1.0})
+
+    monkeypatch.setattr(toy, "grade", least)
+    said(examine(), "rewards", "capped at 0.2: penalise by a factor")
+    likely = [SimpleNamespace(question=toy.questions(1)[0], text="abc", grade=least(None, "abc"))] * 8
+    batch = SimpleNamespace(advantages=torch.zeros(8, 3))
+    assert not doctor.rewards(batch, likely).sentence
 
 
 def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):

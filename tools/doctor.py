@@ -193,14 +193,17 @@ def completions(model, batch, samples):
 def rewards(batch, samples):
     values = torch.tensor([s.grade.reward for s in samples])
     least, most, groups = values.min().item(), values.max().item(), values.view(-1, train.GROUP_SIZE)
-    capped = mean(values > most - 1e-6)
+    different = {(s.question.prompt, s.text): s.grade.reward for s in samples}  # a likely answer is sampled repeatedly
+    capped = [reward for reward in different.values() if reward > most - 1e-6]
+    share = len(capped) / len(different)
     paid = batch.advantages.abs().max().item()
     times = paid / max(1e-9, (groups - groups.mean(1, keepdim=True)).abs().max().item())
     return check(
         f"{samples[0].question.kind} rewards",
         {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
         (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
-        (capped > 0.5 and most < 1 - 1e-6, f"{capped:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
+        (len(capped) > 4 and share > 0.5 and most < 1 - 1e-6,
+         f"{share:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
         (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std multiplies noise by {times:.0f}: use "
          "none."),
     )  # fmt: skip
