@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from nanorook.chat import chat
 from nanorook.folder import write
-from nanorook.settings import fail, setting
+from nanorook.settings import ROOT, fail, setting
 from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-5, LOSS="cispo", TEMPERATURE=1.0, KL_COEF=0.0)
@@ -28,7 +28,7 @@ MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 300, "the most tokens of an answer, i
 LIMITS = {"gsm8k": MAX_NEW_TOKENS}
 START = "Qwen/Qwen2.5-0.5B-Instruct"
 PUBLISHED = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
-DOWNLOADED = Path(__file__).parent.parent / "runs" / "gsm8k-data"
+DOWNLOADED = ROOT / "runs" / "gsm8k-data"
 ASKED = 'Let\'s think step by step. End with a line that has "####" and then the final answer, a number alone.'
 
 WEIGHTS = {"form": 0.1, "number": 0.1, "right": 0.8}

@@ -16,18 +16,18 @@ import operator
 import random
 import re
 from itertools import permutations, product
-from pathlib import Path
 
 from examples.ocaml_verifier import Verdict, judge, ocaml
 from examples.start import make_start_model
 from nanorook.chat import chat, chat_template
+from nanorook.settings import ROOT
 from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float32", COMPILE="0")
 # In tokens: those of the start model are bytes, of which the longest answer that it was shown has 24.
 LIMITS = {"ocaml": 40, "coder": 200}
-START = Path(__file__).parent.parent / "runs" / "ocaml-start"
+START = ROOT / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 
 HEAD, SIGNATURE = "let f a b =", "f : int -> int -> int"  # what the answer continues, and the type of the whole

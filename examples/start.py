@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from model import GPT, GPTConfig
-from nanorook.settings import fail
+from nanorook.settings import ROOT, fail
 from nanorook.tokenizer import Tokenizer
 
-SMOLLM2 = Path(__file__).parent.parent / "runs" / "smollm2"
+SMOLLM2 = ROOT / "runs" / "smollm2"
 
 
 def smollm2():

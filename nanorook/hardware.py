@@ -27,7 +27,7 @@ def prepare(device="auto", dtype="auto"):
 
 
 def flush_denormals():
-    """Flushes denormal numbers to zero. Sharp attention produces many of them, which halves the speed of a CPU."""
+    """Treats denormal numbers as zero. Sharply peaked attention produces many of them, and they halve a CPU's speed."""
     torch.set_flush_denormal(True)
 
 

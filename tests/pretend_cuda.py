@@ -197,7 +197,7 @@ def on(monkeypatch, capability=(9, 0), devices=2, free=70e9):
     fakes |= dict(get_device_name=lambda device: "pretended GPU", current_device=lambda: NOW.device)
     fakes |= dict(set_device=set_device, device=current, CUDAGraph=Graph, graph=capturing)
     fakes |= dict(is_current_stream_capturing=lambda: NOW.graph is not None)  # torch.optim asks one of the two
-    stream = SimpleNamespace(is_capturing=lambda: NOW.graph is not None)
+    stream = SimpleNamespace(is_capturing=fakes["is_current_stream_capturing"])
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
     fakes |= dict(get_device_properties=lambda device: SimpleNamespace(total_memory=24e9))
     for name, fake in fakes.items():
