@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
-    recompute = False  # the backward pass recomputes blocks from their inputs: nothing of size rows × keys is kept
+    recompute = False  # True: blocks are recomputed in the backward pass, so nothing of size rows × keys is kept
     tokenizer = None  # load() sets it
 
     def __init__(self, config):

@@ -194,7 +194,8 @@ def draw(logprobs, uniform):
 
 def microbatches(batch, most_tokens, has_kl):
     """[(part, has_gradient), ...]: whole groups of a batch, shortest first, in parts of at most `most_tokens`, padding
-    included. With a KL each group has a gradient, otherwise only one with advantages; the rest is run for metrics."""
+    included; a larger group is a part of its own. With a KL every group has a gradient, otherwise only those whose
+    advantages are not all 0; the others are run for metrics."""
     B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
     idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient

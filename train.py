@@ -68,7 +68,7 @@ LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.p
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), or pay rare successes more (mean), see grpo.advantages", one_of=("none", "std", "mean"))
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: pay for the best of k answers, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
-CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with EPOCHS=1, as all ratios are 1", low=0, high=1)
+CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
@@ -87,7 +87,7 @@ heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
 DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA, if there is a C compiler", one_of=("auto", "0", "1"))
-MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update; limits memory and changes nothing else; 0: 4096 on a CPU; on CUDA as many as fit into free memory, up to 32768", low=0)
+MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update, unless one group has more; limits memory and changes nothing else; 0: 4096 on a CPU; on CUDA as many as fit into free memory, up to 32768", low=0)
 NPROC                   = setting("NPROC", 1, "number of processes on this machine; use one for each GPU", low=1)
 # fmt: on
 

@@ -18,11 +18,11 @@ from nanorook.chat import chat
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
 
-DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
+DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.05)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
-DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
+DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=10.0, MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
-# Digits are tokens of their own: "47 + 38 = 85." has 12 tokens and the end token.
+# Digits are tokens of their own: "47 + 38 = 85." has 11 tokens and the end token.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 16, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"adds": MAX_NEW_TOKENS}
 SYSTEM = "You are a calculator. Example: 12 + 34 = 46."
@@ -31,7 +31,7 @@ SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=l
 
 
 def load(source, config):
-    """(training items, held-out items): pairs of numbers, none of which is in both lists in the other order."""
+    """(training items, held-out items): pairs of numbers; no pair is in both lists, not even in the other order."""
     shown = (12, 34), *EXAMPLES
     items = [pair for pair in combinations_with_replacement(range(10, 100), 2) if pair not in shown]
     random.Random(0).shuffle(items)

@@ -2,9 +2,10 @@
 
     TASK=examples/gsm8k.py MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh
 
-The defaults are those of CISPO (MiniMax, 2025): a mean over all tokens, only an upper clip, no KL and no division by
-the standard deviation of a group. DATA names a folder with the published train.jsonl and test.jsonl, gzipped or not;
-problems of train.jsonl are trained on, and those of test.jsonl are held out. By default both files are downloaded once.
+The loss is CISPO's (MiniMax, 2025): a mean over all tokens, only an upper clip, no KL. Unlike there, advantages are
+not divided by the standard deviation of their group. DATA names a folder with the published train.jsonl and
+test.jsonl, gzipped or not; problems of train.jsonl are trained on, and those of test.jsonl are held out. By default
+both files are downloaded once.
 """
 
 import gzip

@@ -57,8 +57,8 @@ def frequencies(rope, D, device):
     angles = rope["rope_theta"] ** (-torch.arange(0, D, 2, device=device) / D)
     if rope["rope_type"] == "default":
         return angles
-    # Llama 3.1, made for longer texts than it was first trained on: channels that turned less than `low` times in one
-    # of those are slowed down by a factor, those that turned more than `high` times are not; in between, partly.
+    # Llama 3.1 is made for longer texts than it was first trained on. Channels that turn less than `low` times within
+    # the original length are slowed down by a factor; those that turn more than `high` times are not; others partly.
     low, turns = rope["low_freq_factor"], rope["original_max_position_embeddings"] * angles / (2 * math.pi)
     kept = ((turns - low) / (rope["high_freq_factor"] - low)).clamp(0, 1)
     return angles * (kept + (1 - kept) / rope["factor"])

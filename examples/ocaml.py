@@ -3,9 +3,10 @@
     TASK=examples/ocaml.py ./train.sh       (* the larger of b and a, plus one, times two *) let f a b =
                                             -> (max b a + 1) * 2
 
-No answer has a clearer verifier than a program: the compiler says where it stops, the tests say what it
-does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it writes each word of
-a question as OCaml, but just as often with a wrong operator, order or type, or with parentheses forgotten or left open.
+No kind of answer is easier to verify than a program: the compiler says whether it parses and has the right type, and
+tests say what it does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it
+writes each word of a question as OCaml, but just as often with a wrong operator, order or type, or with parentheses
+forgotten or left open.
 
     TASK=examples/ocaml.py MODEL=Qwen/Qwen2.5-Coder-1.5B-Instruct LR=1e-5 DTYPE=auto COMPILE=auto ./train.sh
 

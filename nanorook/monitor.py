@@ -38,7 +38,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
-            ("yellow", highest - reward < 1e-6 and reward < 0.8, f"every {kind} reward is {reward:.4g}: is it a cap?"),
+            ("yellow", highest - reward < 1e-6 and reward < 0.8,
+             f"every {kind} answer earns {reward:.4g}: does the task cap the reward?"),
             ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
              f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit on new tokens"),

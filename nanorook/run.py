@@ -52,7 +52,8 @@ class Run:
         self.report = None  # a function, see loggers.connect()
 
     def acquire_lock(self):
-        """Locks OUT_DIR, which must be empty or belong to a run, until this process ends, however it ends."""
+        """Locks OUT_DIR until this process ends, however it ends. A folder with files that are named like those of a
+        run, but belong to none, is refused."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")

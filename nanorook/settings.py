@@ -32,8 +32,9 @@ def read_user():
 
 
 def read_run():
-    """As read_user, but settings that are not given are those of a run, if a model named by the arguments is its
-    OUT_DIR/model or OUT_DIR/step-N; the first one counts. MODEL is that run's start model unless it is given."""
+    """As read_user, but settings that are not given are those of a run, if a model named by the arguments, or by MODEL
+    in the environment, is its OUT_DIR/model or OUT_DIR/step-N; the first one counts. MODEL is that run's start model
+    unless it is given."""
     read_user()
     for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
         folder = Path(word.removeprefix("MODEL="))

@@ -166,7 +166,8 @@ def checked(task, questions):
         kind, prompt, _, stop, _ = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
         if not all(isinstance(text, str) for text in (kind, *pieces, stop)) or not any(pieces):
-            fail(f"the task returned {question!r:.80}: expected a Question whose kind, prompt and stop are texts.")
+            fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are texts, and whose "
+                 "prompt is a text or a tuple of texts, and is not empty.")  # fmt: skip
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions

@@ -93,7 +93,7 @@ class Tokenizer:
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
             ends = find_ends(files, config, special)
             if not ends or not known.issuperset(ends):
-                raise ValueError(f"an answer ends with {ends}, which are not ids of its tokens")
+                raise ValueError(f"eos_token_id is {ends}, but no tokens have these ids")
             joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
             if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
                 # The training texts had digits split off, which a conversion, for example from GGUF, has lost.
@@ -118,7 +118,8 @@ class Tokenizer:
         try:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads it once; what it raises depends on the network
-            fail(f"the model folder has no tokenizer files, and GPT-2's could not be downloaded ({error}).")
+            fail(f"there are no tokenizer files, and GPT-2's could not be downloaded ({error}); provide a folder that "
+                 "has tokenizer.json, or vocab.json and merges.txt.")  # fmt: skip
         ranks = {gpt2.decode_single_token_bytes(i): i for i in range(gpt2.eot_token)}
         return cls(ranks, {END: gpt2.eot_token}, (gpt2.eot_token,), [GPT2_WORDS])
 

@@ -4,8 +4,8 @@ python -m rook.benchmark MODEL                          the table, greedy and at
 python -m rook.benchmark MODEL OTHER                    two models and their difference, question by question
 python -m rook.benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
 
-tools.evaluate asks the questions of a run's own task. Here all models get the same ones, for whole policy and
-environment answers, mates, games against itself, and puzzles from files in three formats.
+tools.evaluate asks the questions of a run's own task. Here all models get the same tests: whole policy
+and environment answers, mates, games of a model against itself, and puzzles from files in three formats.
 """
 
 import argparse

@@ -71,7 +71,7 @@ def arguments():
     p.add_argument("--workers", type=number(int, 0), default=0, help="processes that make texts; 0: the main one does")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the faster one")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
-    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="for first weights and all random draws")
+    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of initial weights and random texts")
     p.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: cuda if there is one")
     a = p.parse_args()
     if a.width % a.heads:

@@ -53,7 +53,7 @@ def policy_text(position, rng, text_format):
 
 
 def moves_text(position, rng, text_format):
-    """A policy text up to its moves: it teaches legal moves just as well, in two thirds of the time."""
+    """A policy text that is cut after its moves: it teaches legal moves just as well, in two thirds of the time."""
     prompt, answer = policy_text(position, rng, text_format)
     return prompt, answer[: answer.index("E:")].rstrip()
 
@@ -214,7 +214,7 @@ def weigh_fields(prompt, answer):
     if prompt.startswith("P: "):
         fields = [piece for piece in re.split("( +(?= ))", answer) if piece]  # the last space belongs to the next field
         pieces = [(piece, FIELD_WEIGHTS[piece.strip()[:1]]) for piece in fields]
-        return pieces if " B: " in answer else [*pieces, ("", 0)]  # a text up to its moves does not end there
+        return pieces if " B: " in answer else [*pieces, ("", 0)]  # a text cut after its moves does not end there
     fen, move, *_ = prompt[3:].split("+")
     before, after = (re.findall("[/+]| ?[^/ +]+", text) for text in (fen, answer))  # ranks and slashes, then fields
     weights = [UNCHANGED_WEIGHT if old == new else 1 for old, new in zip(before, after)]

@@ -56,7 +56,7 @@ def test_weights_that_cannot_be_trained_and_a_machine_that_multiplies_wrongly(ex
     linear = torch.nn.functional.linear
     wrong = lambda x, *rest: linear(x, *rest) * (1.02 if x.dtype == torch.float32 else 1)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "linear", wrong)
-    said(examine(), "computing", "float32 is wrong")
+    said(examine(), "computing", "float32 is off by")
 
 
 def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):

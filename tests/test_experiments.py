@@ -51,9 +51,9 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         (["STEPS=9"], {"LR": "0.1"}, "was made with other settings (LR=0.1, LR=0.5); name"),
         (["STEPS=9", "--task", "examples/sums.py"], {}, "KL_COEF=0.03, KL_COEF=0.1, "),
         (["STEPS=9", "--curves", "policy rewards T=0"], {}, "have no figure 'policy rewards T=0'"),
-        (["SEED=5"], {}, "the experiment itself chooses SEED for each run"),
-        (["CONTROL=1"], {}, "the experiment itself chooses CONTROL for each run"),
-        (["STEPS=9"], {"SEED": "5"}, "the experiment itself chooses SEED for each run"),
+        (["SEED=5"], {}, "SEED is decided for each run by --task"),
+        (["CONTROL=1"], {}, "CONTROL is decided for each run by --task"),
+        (["STEPS=9"], {"SEED": "5"}, "SEED is decided for each run by --task"),
         (["STPES=9"], {}, "did you mean STEPS=9?"),
     ):
         with pytest.raises(SystemExit) as stopped, mock.patch.dict("os.environ", environment):

@@ -68,6 +68,7 @@ def test_what_is_for_any_task_knows_no_chess():
     assert len(files) > 20 and not [file for file in files if words.search(file.read_text())]
 
 
+@pytest.mark.slow
 def test_a_step_is_read_in_nine_files(tmp_path, monkeypatch, few_positions):
     """Whole functions and methods that the second step of a run of chess calls, counted by syntax tree; and how many
     calls lie between the loop and the model."""

@@ -204,7 +204,8 @@ RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, EPOCHS=2, LR=0.01, LR_SCHEDULE="
 # The moments at which a run is killed: the nth call of a function, counted from the start of the run.
 MOMENTS = [(train, "evaluate", 1), (train, "evaluate", 2), (train, "sample", 2), (train, "update", 4)]
 MOMENTS += [(monitor, "open_log", 1), (monitor, "progress_line", 1), (torch, "save", 2), (os, "replace", 2)]
-MOMENTS += [(os, "fsync", n) for n in (1, 3, 9, 12)] + [(os, "rename", n) for n in (2, 3, 4)]
+MOMENTS += [(os, "fsync", 1), (os, "fsync", 12), (os, "rename", 2), (os, "rename", 4)]
+MORE = [(os, "fsync", 3), (os, "fsync", 9), (os, "rename", 3)]
 
 
 def break_off(patch, owner, name, nth, error, file=""):
@@ -227,7 +228,7 @@ def never_killed(tmp_path_factory, toy_model):
     return toy.left_by(out)
 
 
-@pytest.mark.parametrize("owner, name, nth", MOMENTS)
+@pytest.mark.parametrize("owner, name, nth", [*MOMENTS, *(pytest.param(*m, marks=pytest.mark.slow) for m in MORE)])
 def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, monkeypatch, toy_run, never_killed):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         break_off(patch, owner, name, nth, Killed())

@@ -34,8 +34,8 @@ def asking_less(question, text, hit_limit):
 WRONG = {  # what of the toy task is replaced, by what, and what is said
     "too few": ("make_questions", lambda *args: HONEST(*args)[:3], "returned 3 questions, but 4 were requested"),
     "no Question": ("make_questions", lambda items, n, *rest: ["1?"] * n, "returned '1.': expected a Question"),
-    "empty prompt": ("make_questions", asking(prompt=""), "expected a Question whose kind, prompt"),
-    "no stop": ("make_questions", asking(stop=None), "expected a Question whose kind, prompt and stop"),
+    "empty prompt": ("make_questions", asking(prompt=""), "expected a Question whose kind and stop"),
+    "no stop": ("make_questions", asking(stop=None), "expected a Question whose kind and stop are"),
     "kind": ("make_questions", asking(kind="shrot"), "LIMITS have no entry for questions of the kind 'shrot'"),
     "truth": ("make_questions", asking(truth={1}), "truth of .* must be something that fits into JSON .*set"),
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on and 0 held out"),
@@ -64,7 +64,7 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "kind a list": (
         "make_questions",
         asking(kind=["short"]),
-        "expected a Question whose kind, prompt and stop",
+        "expected a Question whose kind and stop are",
     ),
     "changes items": ("make_questions", marking, "make_questions changes its items, so a resumed"),
     "changes truth": ("grade", asking_less, "grade changes the truth of its question"),

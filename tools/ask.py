@@ -70,7 +70,7 @@ def main():
     p.add_argument("text", nargs="*", help="the question; also TASK=FILE.py and other settings of the task")
     p.add_argument("--answers", type=number(int, 1), default=3, help="number of sampled answers after the greedy one")
     p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: the run's, or 1")
-    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="seed of the sampled answers")
+    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of answers and of held-out questions")
     a = p.parse_args()
     task = task_file.load(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")

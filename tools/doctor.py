@@ -153,10 +153,11 @@ def computing(model, question):
     first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
     error, change = mean((first - double).abs()), (again - first).abs().max().item()
     bound = 1e-3 if model.dtype == torch.float32 else 0.1
+    remedy = "look for a bug in its forward pass" if model.dtype == torch.float32 else "use DTYPE=float32"
     return check(
         "computing", {"error": error, "bound": bound, "asked again": change},
         (change > bound / 10, f"A second forward pass differs by {change:.4g}: remove dropout or other randomness."),
-        (not error < bound, f"{model.dtype} is wrong or too coarse here, by {error:.4g} nats: use DTYPE=float32."),
+        (not error < bound, f"The model in {model.dtype} is off by {error:.4g} nats: {remedy}."),
     )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ python -m tools.evaluate out/model                        a run's model beside i
 python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
 
-EVAL_POSITIONS questions are answered greedily and at TEMPERATURE; intervals are 95 %. If the first model is a run's
-OUT_DIR/model or OUT_DIR/step-N, the task, its data and settings are those of the run; NAME=value takes precedence.
+EVAL_POSITIONS questions are answered greedily and at TEMPERATURE; intervals are 95 %. If a model is a run's
+OUT_DIR/model or OUT_DIR/step-N, the task, its data and settings are those of the run (of the first such model);
+NAME=value takes precedence.
 
 pass@k is the share of questions that one of k answers gets right, for each metric that is a share. A run that raises
 pass@1 and lowers pass@64 has sharpened what the model already did sometimes (Yue et al., 2025).

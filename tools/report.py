@@ -153,7 +153,7 @@ PANELS = (  # title, unit, {metric: what its line is called}; some metrics have 
     ("KL to the reference", "nats per token", {"kl": ""}),
     ("Entropy", "nats per token", {"entropy": ""}),
     ("Gradient norm", "before clipping", {"grad_norm": ""}),
-    ("Clipped tokens", "share with a ratio out of range", {"clip_low": "below", "clip_high": "above"}),
+    ("Clipped tokens", "share whose gradient the clip changes", {"clip_low": "below", "clip_high": "above"}),
     ("Sampling and training", "nats, mean difference of logprobs", {"logprob_gap": ""}),
     ("Learning rate", "of AdamW", {"lr": ""}),
     ("Time of a step", "seconds", {"sampling": "sampling", "grading": "grading", "update": "update"}),

@@ -14,7 +14,7 @@ if [ -z "${PYTHON:-}" ]; then
         fi
         echo "Installing $file into .venv, once: about 200 MB and one to five minutes (with CUDA's libraries 3 GB)." >&2
         if command -v uv >/dev/null; then
-            [ -x "$PYTHON" ] || uv venv --quiet --python ">=3.11" .venv
+            [ -x "$PYTHON" ] || uv venv --seed --quiet --python ">=3.11" .venv
             uv pip install --python "$PYTHON" --requirement "$file"
         else
             if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

@@ -73,7 +73,7 @@ if not positions:  # with POSITIONS no labels are made, so Stockfish may be miss
 try:
     Tokenizer.load(folder) if folder else Tokenizer.gpt2()
 except SystemExit as error:
-    sys.exit(f"{error} GPT2_TOKENIZER=FOLDER names one with vocab.json and merges.txt.")
+    sys.exit(f"{error} Set GPT2_TOKENIZER=FOLDER to a folder with vocab.json and merges.txt.")
 if not tiny and not __import__("torch").cuda.is_available():
     sys.exit("error: PyTorch sees no GPU; TINY=1 rehearses this script on a CPU with models too small to be of use.")
 END
