@@ -46,7 +46,9 @@ def smollm2():
         AutoTokenizer.from_pretrained(package, gguf_file=weights).save_pretrained(partial)
         config = {k: value for k, value in model.config.to_dict().items() if k != "quantization_config"}
         (partial / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-        tensors = {k: p.contiguous() for k, p in model.state_dict().items() if k != "lm_head.weight"}
+        noise = torch.Generator().manual_seed(0)  # of half a step of bf16: see docs/incidents.md#weights-on-the-edge
+        tensors = {k: p * (1 + (torch.rand(p.shape, generator=noise) - 0.5) / 256)
+                   for k, p in model.state_dict().items() if k != "lm_head.weight"}  # fmt: skip
         save_file(tensors, partial / "model.safetensors", {"format": "pt"})
         partial.rename(SMOLLM2)
     return str(SMOLLM2)

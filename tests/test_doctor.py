@@ -59,6 +59,17 @@ def test_weights_that_cannot_be_trained_and_a_machine_that_multiplies_wrongly(ex
     said(examine(), "computing", "float32 is off by")
 
 
+def test_weights_halfway_between_two_numbers_of_bf16():
+    """fp16 has three more bits than bf16, so an eighth of its numbers lie halfway between two of bf16."""
+    model = toy.model()
+    assert not doctor.weights(model.set_compute_dtype(torch.bfloat16)).sentence
+    for p in model.parameters():
+        p.data = p.data.half().float()
+    found = doctor.weights(model)
+    assert found.sentence.startswith("1") and "% of the weights lie halfway" in found.sentence
+    assert not doctor.weights(model.set_compute_dtype(torch.float32)).sentence
+
+
 def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):
     def least(question, text, *_):
         return Grade((("capped", min(0.2, len(text) / 10)),), {"structure": 1.0})

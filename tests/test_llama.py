@@ -253,7 +253,7 @@ needs_gguf = pytest.mark.needs("gguf", "pip install gguf")
 @needs_gguf
 @pytest.mark.slow
 def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smollm2, tmp_path):
-    hf, tokenizer, folder = smollm2
+    hf, tokenizer, folder, package = smollm2
     model = GPT.load(folder)
     model.config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
@@ -272,6 +272,11 @@ def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smoll
     model.save(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), hf.parameters(), strict=True))
+    # The conversion adds noise, far below the four bits of the package, so that no weight lies on an edge of bf16.
+    pairs = [(p.detach(), q.detach()) for p, q in zip(hf.parameters(), package.parameters(), strict=True)]
+    assert all(((p - q).abs() <= q.abs() / 511).all() for p, q in pairs)
+    halfway = [[(p.view(torch.int32) & 0xFFFF == 0x8000).sum() for p in some] for some in zip(*pairs)]
+    assert sum(halfway[1]) > 1000 * sum(halfway[0])
 
 
 @real
