@@ -19,7 +19,7 @@ from nanorook.chat import chat
 from nanorook.settings import setting
 from nanorook.task import Grade, Question, runaway
 
-DEFAULTS = dict(STEPS=10, BATCH_POSITIONS=8, GROUP_SIZE=8, LR=1e-5, WARMUP_STEPS=2, KL_COEF=0.05)
+DEFAULTS = dict(STEPS=10, BATCH_POSITIONS=8, GROUP_SIZE=8, LR=1e-5, WARMUP_STEPS=2, KL_COEF=0.2)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
 DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/records")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
