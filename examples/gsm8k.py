@@ -2,9 +2,9 @@
 
     TASK=examples/gsm8k.py MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh
 
-The loss is CISPO's (MiniMax, 2025): a mean over all tokens, only an upper clip, no KL. Unlike there, advantages are
-not divided by the standard deviation of their group. DATA names a folder with the published train.jsonl and
-test.jsonl, gzipped or not; problems of train.jsonl are trained on, and those of test.jsonl are held out. By default
+The loss is CISPO's (MiniMax, 2025): a mean over all tokens, only an upper clip, no KL. In contrast to that paper,
+advantages are not divided by the standard deviation of their group. DATA names a folder with the published train.jsonl
+and test.jsonl, gzipped or not; problems of train.jsonl are trained on, and those of test.jsonl are held out. By default
 both files are downloaded once.
 """
 

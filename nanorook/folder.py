@@ -20,7 +20,8 @@ from nanorook.tokenizer import TOKENIZER_FILES
 ARCHITECTURES = dict.fromkeys(("gpt2", "nanorook"), ("model.py", "GPT"))
 ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
 
-# Entries of config.json that do not go into `extra`: they are written anew or left out, which ties the head.
+# Entries of config.json that do not go into `extra`: they are written anew or left out; without
+# tie_word_embeddings, transformers ties GPT-2's head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64

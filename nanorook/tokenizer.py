@@ -93,7 +93,7 @@ class Tokenizer:
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
             ends = find_ends(files, config, special)
             if not ends or not known.issuperset(ends):
-                raise ValueError(f"eos_token_id is {ends}, but no tokens have these ids")
+                raise ValueError(f"eos_token_id is {ends}, but not all of these are ids of its tokens")
             joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
             if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
                 # The training texts had digits split off, which a conversion, for example from GGUF, has lost.
