@@ -139,9 +139,10 @@ def shown(metrics, *names):
 def weights(model):
     state = model.state_dict()
     untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
-    # The last 16 bits of fp32 are those that bf16 lacks.
-    halfway = sum((p.float().view(torch.int32) & 0xFFFF == 0x8000).sum().item() for p in state.values())
-    halfway *= (model.dtype == torch.bfloat16) / sum(p.numel() for p in state.values())
+    halfway = 0.0
+    if model.dtype == torch.bfloat16:  # which lacks the last 16 bits of fp32
+        count = sum((p.view(torch.int32) & 0xFFFF == 0x8000).sum().item() for p in state.values())
+        halfway = count / sum(p.numel() for p in state.values())
     return check(
         "weights", {"tensors": len(state), "norm": get_total_norm(state.values()).item(), "halfway": halfway},
         (untrained, f"All biases and norms are those of an untrained model: check MODEL={train.MODEL}."),
