@@ -50,8 +50,9 @@ def advantages(values, group_size, scale="none", best_of=1):
     scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
                   several pieces the root of the sum of their variances, as the variance of their sum may be 0
 
-    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences of neighbours are
-    multiplied by weights and added up again, so the order is kept. If c answers reach a difference's upper value:
+    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences between
+    neighbours are multiplied by weights and added up again, so the order is kept. If c answers reach a difference's
+    upper value:
 
     scale   best_of  its weight                     v - mean is then the gradient of
     "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)

@@ -1,4 +1,4 @@
-"""GPT-2: the forward pass, with prompts that a group shares and a cache; a Hugging Face folder in and out.
+"""GPT-2: the forward pass, with a cache and with prompts that a group shares; Hugging Face folders, read and written.
 
 There is no dropout, whatever config.json says: with it, policy and reference would be different functions, and their KL
 would be large before the first update. Training, prefill and decoding run the same layers, so sampling and training
@@ -12,7 +12,7 @@ Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion to
 import functools
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,12 @@ from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
 
 recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+
+# Entries of config.json that do not go into `extra`: they are written anew or left out; without
+# tie_word_embeddings, transformers ties GPT-2's head.
+REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
 
 
 @dataclass
@@ -123,6 +129,10 @@ class Block(nn.Module):
         return x + self.mlp["c_proj"](y)
 
 
+def transposed(weights):
+    return {name: p.t() if name.endswith(TRANSPOSED) and p.ndim == 2 else p for name, p in weights.items()}
+
+
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
     recompute = False  # True: blocks are recomputed in the backward pass, so nothing of size rows × keys is kept
@@ -145,8 +155,8 @@ class GPT(nn.Module):
             elif ".ln_" not in name and not name.startswith("ln_"):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
 
-    # Four ways through the trunk. They differ in what a token attends to: `attend(layer, q, k, v)`, all of them
-    # (N, H, S, D), gives the heads' outputs (N, H, S, D).
+    # Four ways through the trunk. They differ in what a token attends to: `attend(layer, q, k, v)` returns the outputs
+    # of the heads, which have q's shape, (N, H, S, D).
 
     def forward(self, tokens):
         """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention."""
@@ -196,7 +206,7 @@ class GPT(nn.Module):
         return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 
     def position_ids(self, prefix, N, t):
-        """Positions (N, T) of inputs `t`, from a prompt's last token on. A row beyond the last position has ended."""
+        """Positions (N, T) of inputs `t`, counted from a prompt's last token. Past the last one, a row has ended."""
         lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 
@@ -244,20 +254,44 @@ class GPT(nn.Module):
 
     @staticmethod
     def read_config(folder):
-        return files.read_config(folder, GPTConfig)
+        file, defaults = folder / "config.json", asdict(GPTConfig())
+        content = files.read_json(file)
+        del defaults["extra"]
+        values = {name: content.get(name, default) for name, default in defaults.items()}
+        for name, value in values.items():
+            least = 0 if name in ("eos_token_id", "layer_norm_epsilon") else 1
+            most = 2**10 if name == "n_layer" else 2**24  # all layers are created before a missing tensor is noticed
+            if type(value) is not type(defaults[name]) or not least <= value < most:
+                fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
+        supported = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
+        supported |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
+        files.check_supported(file, content, supported | {"n_inner": (None, 4 * values["n_embd"])})
+        if values["n_embd"] % values["n_head"]:
+            fail(f"{file}: n_embd {values['n_embd']} is not a multiple of n_head {values['n_head']}.")
+        extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
+        return GPTConfig(**values, extra=extra)
 
     def write_config(self):
-        """A model that does not compute GPT-2 says so, so that transformers does not mistake it for one."""
-        if type(self) is GPT and len(self.state_dict()) == 12 * self.config.n_layer + 4:
-            return files.write_config(self.config)
-        name, kind = type(self).__name__, "nanorook" if type(self) is GPT else type(self).__name__.lower()
-        return files.write_config(self.config) | {"architectures": [name], "model_type": kind}
+        """A model that is no longer GPT-2 says so, so that transformers does not load it as GPT-2."""
+        content, name, kind = self.config.extra | asdict(self.config), "GPT2LMHeadModel", "gpt2"
+        if type(self) is not GPT or len(self.state_dict()) != 12 * self.config.n_layer + 4:
+            name, kind = type(self).__name__, "nanorook" if type(self) is GPT else type(self).__name__.lower()
+        content |= dict(architectures=[name], model_type=kind, activation_function="gelu_new")
+        content |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=self.config.eos_token_id)
+        del content["extra"]
+        return content
 
     def from_file(self, weights):
-        return files.from_gpt2(weights)
+        """The tensors under the names of this file, without the causal masks that old versions stored."""
+        kept = {name: p for name, p in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+        found = {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
+        if len(found) < len(kept):
+            twice = next(name for name in kept if f"transformer.{name}" in kept)
+            fail(f"the weights have {twice} twice, with the prefix transformer. and without; remove one of them.")
+        return found
 
     def to_file(self, weights):
-        return files.to_gpt2(weights)
+        return {f"transformer.{name}": p for name, p in transposed(weights).items()}
 
     @classmethod
     def load(cls, source):

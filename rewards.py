@@ -201,7 +201,8 @@ def transition(fen, move):
 MALFORMED = -0.3
 MAX_CHARACTERS = 4096  # a longer answer is malformed and not read; a right one is not a tenth as long
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-WASTED = 0.25  # cost of an illegal, repeated or sixth candidate; a legal one earns 1, so listing pays above 20 % legal
+# Cost of an illegal, repeated or sixth candidate. A legal one earns 1, so a list pays if over 20 % of it is legal.
+WASTED = 0.25
 
 # The ladder of the best move: legal < top5 < best. Each rung outweighs everything else that can be earned (clean to
 # evals, and what wasted candidates cost), so no list of candidates makes up for a worse move.

@@ -13,13 +13,14 @@ import random
 import re
 from itertools import combinations_with_replacement
 
+from examples.chat import chat
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
-from nanorook.chat import chat
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
 
-DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.0)
+DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.1)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
+DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=10.0)
 DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # Digits are tokens of their own: "47 + 38 = 85." has 11 tokens and the end token.

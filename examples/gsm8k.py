@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from nanorook.chat import chat
+from examples.chat import chat
 from nanorook.folder import write
 from nanorook.settings import ROOT, fail, setting
 from nanorook.task import Grade, Question, runaway
@@ -60,7 +60,7 @@ def download():
         except OSError as error:
             fail(f"GSM8K could not be downloaded ({error}): get train.jsonl and test.jsonl from {PUBLISHED}, "
                  "and name their folder with DATA=.")  # fmt: skip
-        DOWNLOADED.mkdir(parents=True, exist_ok=True)  # so that of several processes each replaces the file as a whole
+        DOWNLOADED.mkdir(parents=True, exist_ok=True)  # so that each of several processes replaces the whole file
         write(DOWNLOADED, {name: content})
     return DOWNLOADED
 
@@ -94,7 +94,7 @@ def ask(question, answer, config):
 
 
 def number_in(text):
-    """The number that a text is, or None."""
+    """The number that a text consists of, or None."""
     if not (found := NUMBER.fullmatch(text)):
         return None
     sign, whole, decimals, divisor = found.groups()

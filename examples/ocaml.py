@@ -18,9 +18,9 @@ import random
 import re
 from itertools import permutations, product
 
+from examples.chat import chat, chat_template
 from examples.ocaml_verifier import Verdict, judge, ocaml
 from examples.start import make_start_model
-from nanorook.chat import chat, chat_template
 from nanorook.settings import ROOT
 from nanorook.task import Grade, Question, runaway
 

@@ -11,7 +11,7 @@ What a model writes is a stranger's code. Two walls stand between it and everyth
   wall has refused is only parsed. The process has no root privileges and sees no network, no process outside and no
   file but those of OCaml, all read-only. Most system calls fail; memory, time, processes, files and output have bounds.
   The wall needs bubblewrap and a kernel that lets a user make namespaces; without them, a warning says so, and what
-  remains of it is the process, its bounds, and, if root runs this, the user nobody's rights.
+  remains of it is the process, its bounds, and, if root runs this, the limited rights of the user "nobody".
 
 A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
 else behind the outer wall: the pipes to Python are closed before it is type-checked, and what its own pipe holds counts
@@ -44,7 +44,7 @@ BOUNDS = f"--as={2**30} --stack={2**23} --fsize=0 --nofile=32 --core=0".split() 
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()
 WAITS = 100  # of 0.1 seconds for a program; they are counted, so that a machine that sleeps does not make it late
-SYSTEM_CALLS = {  # of a machine: its number in seccomp, and the numbers of all that OCaml calls, clone and prlimit64
+SYSTEM_CALLS = {  # for each machine: its number in seccomp, the calls that OCaml needs, and then clone and prlimit64
     "x86_64": (
         0xC000003E,
         "0 1 2 3 4 5 6 8 9 10 11 12 13 14 15 17 21 22 23 25 28 32 33 38 39 57 59 60 61 62 63 79 89 97 99 131 158 202 "

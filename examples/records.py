@@ -14,8 +14,8 @@ import json
 import random
 import re
 
+from examples.chat import chat
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
-from nanorook.chat import chat
 from nanorook.settings import setting
 from nanorook.task import Grade, Question, runaway
 
@@ -44,7 +44,7 @@ ASKED = "Answer with a JSON object alone that has the keys name, age and city."
 
 
 def load(source, config):
-    """(training items, held-out items): two names and two cities, of which the first are asked for, and an age."""
+    """(training items, held-out items): two names, two cities and an age; the first name and city are asked for."""
     rng = random.Random(0)
 
     def people(names, cities, count):

@@ -17,7 +17,7 @@ from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.03, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/sums", DTYPE="float32", COMPILE="0")
-SUMS_REWARD = setting("SUMS_REWARD", "steps", "what is paid: the result alone, or the steps too", ("result", "steps"))
+SUMS_REWARD = setting("SUMS_REWARD", "steps", "pay for the result alone, or for the steps too", ("result", "steps"))
 LIMITS = {"sums": 36}  # tokens of an answer, which are bytes; the longest right one has 27 and the end token
 START = ROOT / "runs" / "sums-start"
 WORDS = {"+": ("gets", "wins"), "-": ("eats", "uses")}
@@ -53,7 +53,7 @@ def make_questions(items, count, rng, config):
 
 
 def question(text, config):
-    """The question that a text is, also one that a user types at tools.ask."""
+    """The Question for a text, such as one that a user types at tools.ask."""
     if not re.fullmatch(rf"[1-9] nuts(, ({'|'.join(SIGNS)}) [1-8])+\?", text):
         fail(f"{text!r:.80} is not written like '7 nuts, gets 2, eats 4?'.")
     events = re.findall(r"(\w+) (\d)", text)

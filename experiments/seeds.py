@@ -7,7 +7,7 @@ Each run is made by train.py in OUT/seed-N, and each control in OUT/control-N (C
 nanorook.task.shuffled). OUT/seeds.json records their figures; runs that are in it are not made again. OUT/seeds.png
 shows the figures that --curves names. Each seed draws its own training and held-out questions, and a control has those
 of its seed. Before and after are compared question by question. Intervals hold for other seeds and other questions,
-also where seeds ask some of the same questions because a task has few (see nanorook.statistics.over_seeds).
+even where seeds ask some of the same questions because a task has few (see nanorook.statistics.over_seeds).
 """
 
 import argparse

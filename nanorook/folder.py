@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,14 +19,7 @@ from nanorook.tokenizer import TOKENIZER_FILES
 ARCHITECTURES = dict.fromkeys(("gpt2", "nanorook"), ("model.py", "GPT"))
 ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
 
-# Entries of config.json that do not go into `extra`: they are written anew or left out; without
-# tie_word_embeddings, transformers ties GPT-2's head.
-REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
-REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
-
-
 WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # what is downloaded from the hub
 
 
@@ -106,58 +98,6 @@ def check_supported(file, content, supported):
         value = content.get(name, allowed[0])
         if value not in allowed:
             fail(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
-
-
-def read_config(folder, kind):
-    """GPT-2's config.json as a `kind`: a dataclass with a default for each size, and `extra` for other entries."""
-    file, defaults = folder / "config.json", asdict(kind())
-    content = read_json(file)
-    del defaults["extra"]
-    values = {name: content.get(name, default) for name, default in defaults.items()}
-    for name, value in values.items():
-        least = 0 if name in ("eos_token_id", "layer_norm_epsilon") else 1
-        most = 2**10 if name == "n_layer" else 2**24  # all layers are created before a missing tensor is noticed
-        if type(value) is not type(defaults[name]) or not least <= value < most:
-            fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
-    supported = {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "n_inner": (None, 4 * values["n_embd"]),
-    }
-    check_supported(file, content, supported)
-    extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
-    config = kind(**values, extra=extra)
-    if config.n_embd % config.n_head:
-        fail(f"{file}: n_embd {config.n_embd} is not a multiple of n_head {config.n_head}.")
-    return config
-
-
-def write_config(config):
-    content = config.extra | asdict(config)
-    content |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new")
-    content |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=config.eos_token_id)
-    del content["extra"]
-    return content
-
-
-def transposed(weights):
-    return {name: p.t() if name.endswith(TRANSPOSED) and p.ndim == 2 else p for name, p in weights.items()}
-
-
-def from_gpt2(weights):
-    """The tensors under the names of model.py, without the causal masks that old versions stored."""
-    kept = {name: p for name, p in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
-    found = {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
-    if len(found) < len(kept):
-        twice = next(name for name in kept if f"transformer.{name}" in kept)
-        fail(f"the weights have {twice} twice, with the prefix transformer. and without; remove one of them.")
-    return found
-
-
-def to_gpt2(weights):
-    return {f"transformer.{name}": p for name, p in transposed(weights).items()}
 
 
 def write(path, files):

@@ -67,7 +67,7 @@ def check_start(metrics, dtype, limits):
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         return (f"sampling and training disagree by {gap:.4f} nats per token before any update, which only a bug or "
                 "weights that are not finite can cause.")  # fmt: skip
-    if not kl < (1e-5 if exact else 1e-3):  # in bf16 code with and without gradients may round differently
+    if not kl < (1e-5 if exact else 1e-3):  # in bf16, code with and without gradients may round differently
         return f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model."
     return ""
 
@@ -219,7 +219,7 @@ def open_log(run, model, questions):
     """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json names the
     held-out questions, in the order of figures(), for comparisons with other runs."""
     step = run.step if run.skill else -1
-    evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, it was killed while writing this evaluation
+    evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
     about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))

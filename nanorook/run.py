@@ -79,7 +79,7 @@ class Run:
         self.start_hash = sha.hexdigest()
 
     def found(self):
-        """What a run has made; without a run, a `model` belongs to somebody else."""
+        """Files with names that a run uses; if there is no run here, they belong to somebody else."""
         return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
 
     def clear(self):

@@ -27,10 +27,10 @@ TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit"  # metrics that eac
 
 class Question(NamedTuple):
     kind: str  # a name in LIMITS; questions of one kind are sampled together
-    prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token, as nanorook.chat makes them
+    prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token, as examples.chat makes them
     truth: Any  # what grade() needs; it must fit into JSON, as it is written to samples.jsonl
     stop: str = ""  # a token that contains this text ends an answer, too
-    stop_after: int = 0  # number of an answer's first tokens in which it is ignored, as one may begin with a space
+    stop_after: int = 0  # `stop` is ignored in this many of the first tokens, as an answer may begin with a space
 
 
 class Grade(NamedTuple):
@@ -166,8 +166,8 @@ def checked(task, questions):
         kind, prompt, _, stop, _ = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
         if not all(isinstance(text, str) for text in (kind, *pieces, stop)) or not any(pieces):
-            fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are texts, and whose "
-                 "prompt is a text or a tuple of texts, and is not empty.")  # fmt: skip
+            fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, and whose "
+                 "prompt is a string or a tuple of strings, and is not empty.")  # fmt: skip
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions
@@ -193,9 +193,9 @@ def graded(task, answers):
 def shuffled(answers, group_size, seed):
     """CONTROL=shuffle: for each answer the index of the one in its group whose values it is paid, all pieces together.
     A piece still judges the answer's own tokens. A uniformly random permutation keeps the rewards and noise of a run
-    and leaves no gradient on average, so its rewards have not taught what the control gains. An answer may keep its
-    values: if none could, each would be paid against what it earned. The prompt and `seed` decide the permutation, so
-    it does not depend on which process has the group."""
+    and leaves no gradient on average, so whatever the control gains, it has not learnt from the rewards. An answer may
+    keep its values: if none could, what each is paid would be negatively correlated with what it earned. The prompt and
+    `seed` decide the permutation, so it does not depend on which process has the group."""
     seeds = [f"{seed}{prompt_text(answer.question.prompt)}" for answer in answers[::group_size]]
     orders = [Random(seed).sample(range(group_size), group_size) for seed in seeds]
     return [group * group_size + place for group, order in enumerate(orders) for place in order]

@@ -30,7 +30,8 @@ def objects(out, *names):
 
 def verdict(out):
     """About five lines on the run in this folder, of which the first begins with "● " and a state: red if it
-    collapsed or never earned anything, green if something rose and no reward fell, yellow otherwise."""
+    collapsed or never earned anything, green if something rose and no reward fell (unless the run is a control), and
+    yellow otherwise."""
     out = Path(out)
     settings, skill = objects(out, "settings", "skill")
     rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]

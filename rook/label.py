@@ -77,7 +77,7 @@ def label(engine, unlabelled, nodes):
 
 
 def start_worker(*_):
-    """Leaves it to the main process to decide when to stop; a worker ends with it, even if that is killed."""
+    """Ctrl-C is left to the main process. A worker ends when the main process does, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Positions with a mate in one, which questions about mates ask about: the embedded ones, or those of a user's data."""
+"""Positions with a mate in one, for the questions about mates: the embedded ones, or those of a user's data."""
 
 import random
 from functools import lru_cache

@@ -66,8 +66,8 @@ def board_key(fen):
 
 
 def held_out(fen):
-    """Whether the board is never trained on, as one in eleven is. Its hash decides, in every file and run, and must
-    never change, since what a trained model has not seen depends on it."""
+    """Whether the board is never trained on, which holds for one in eleven. Its hash decides, in every file and run,
+    and must never change, since what a trained model has not seen depends on it."""
     return zlib.crc32(board_key(fen).encode()) % 11 == 0
 
 

@@ -90,9 +90,9 @@ def new_model(args):
         unused = unused_tokens(model)
         model.wte.weight.data[unused] = model.wte.weight.data[unused][:1]
     else:
-        # The embedding of a square's place in the prompt, and of the place where the environment's answer predicts it
-        # (from the token before), starts with the embedding of its name. To find a move's square is then one dot
-        # product; from random embeddings a small model takes thousands of steps to learn it.
+        # The embeddings of a square's place in the prompt, and of the place where the environment's answer predicts it
+        # (from the token before), have that of its name added. Finding a move's square is then one dot product; from
+        # random embeddings a small model takes thousands of steps to learn it.
         for board in (len("P: "), rewards.WIDTH[args.format]["A: "] - 1):
             for square in chess.SQUARES:
                 name = model.wte.weight[tokenizer.encode(chess.SQUARE_NAMES[square])].sum(0)
@@ -193,7 +193,7 @@ def save(out, model, dtype, state):
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
     model.save(unfinished / "model", dtype)
     write_tensors(unfinished / "trainer.pt", state)
-    # trainer.pt comes first: a folder with a model and without it is refused as another program's
+    # trainer.pt comes first: a folder that has a model but no trainer.pt is refused as another program's
     for file in (unfinished / "trainer.pt", *(unfinished / "model").iterdir()):
         os.replace(file, out / file.name)
     shutil.rmtree(unfinished)

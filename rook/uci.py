@@ -29,7 +29,7 @@ def send(*lines):
 
 
 def read_temperature(words):
-    """The temperature in `name Temperature value N`, N hundredths as UCI has only whole numbers; None if absent."""
+    """The temperature in `name Temperature value N`, N in hundredths, as UCI has only whole numbers; None if absent."""
     match = re.fullmatch(r"name temperature value ([0-9]{1,6})", " ".join(words).lower())
     if not match:
         send("info string the option is Temperature (0 to 1000)")

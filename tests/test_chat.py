@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import toy
-from nanorook.chat import chat
+from examples.chat import chat
 from nanorook.task import Question, prompt_ids, prompt_text
 from nanorook.tokenizer import END, Special, Tokenizer
 from rollout import sample

@@ -84,7 +84,7 @@ def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):
 def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
     """Where a question lacks labels, grade() asks the engine, and its metrics say if that knew."""
     same = [question._replace(truth=7) for question in toy.questions(8)]
-    said(examine(questions=same), "questions", "as from a stub")
+    said(examine(questions=same), "questions", "as if from a stub")
     said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no truth")
     yes_or_no = [question._replace(truth=i % 2 == 0) for i, question in enumerate(toy.questions(8))]
     assert not examine(questions=yes_or_no)["questions"].sentence

@@ -8,8 +8,8 @@ import torch
 from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import save_file
 
-from model import GPTConfig
-from nanorook.folder import check_weights, fetch, from_gpt2, read_config, read_weights
+from model import GPT, GPTConfig
+from nanorook.folder import check_weights, fetch, read_weights
 
 SIZES = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4}
 WEIGHTS = {"a.weight": torch.randn(3, 4), "b.weight": torch.arange(5.0), "c.bias": torch.ones(2, dtype=torch.bfloat16)}
@@ -26,7 +26,7 @@ def test_config_has_defaults_and_keeps_entries_that_are_not_its_own(tmp_path):
     written = {"model_type": "gpt2", "activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.1, "bos_token_id": 256}
     kept = {"chess_format": "expanded", "n_inner": None, "use_cache": True}
     (tmp_path / "config.json").write_text(json.dumps(written | SIZES | kept | {"eos_token_id": 256}))
-    assert read_config(tmp_path, GPTConfig) == GPTConfig(**SIZES, eos_token_id=256, extra=kept)
+    assert GPT.read_config(tmp_path) == GPTConfig(**SIZES, eos_token_id=256, extra=kept)
 
 
 BAD_CONFIGS = {
@@ -47,7 +47,7 @@ def test_an_unsupported_config_is_refused(tmp_path, reason):
         '{"a":' * 700 + "1" + "}" * 700 if bad == "deep" else json.dumps(SIZES | bad if isinstance(bad, dict) else bad)
     )
     (tmp_path / "config.json").write_text(text)
-    assert refused(read_config, tmp_path, GPTConfig).startswith(f"{tmp_path}/config.json: {reason}")
+    assert refused(GPT.read_config, tmp_path).startswith(f"{tmp_path}/config.json: {reason}")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -85,7 +85,7 @@ def test_weights_that_cannot_be_trained_are_refused(tmp_path, what):
     if tensors:
         save_file(tensors | {"h.0.attn.bias": torch.zeros(2, dtype=torch.bool)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("[]")  # of use only where there is no model.safetensors
-    load = lambda folder: check_weights(folder, from_gpt2(read_weights(folder)))  # noqa: E731
+    load = lambda folder: check_weights(folder, GPT.from_file(None, read_weights(folder)))  # noqa: E731
     assert re.search(sentence, refused(load, tmp_path))
 
 

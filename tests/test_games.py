@@ -75,7 +75,10 @@ def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
     assert games.openings([*copies, late, mirror(early)], 5) == [early, late]
 
 
-@pytest.mark.parametrize("answer", ["bestmove", "bestmove (none)", "bestmove e2e5", "bestmove \\377"])
+MORE = [pytest.param(answer, marks=pytest.mark.slow) for answer in ("bestmove (none)", "bestmove e2e5", "bestmove")]
+
+
+@pytest.mark.parametrize("answer", ["bestmove \\377", *MORE])
 def test_an_engine_that_answers_garbage_is_said(answer, tmp_path, monkeypatch):
     text = f"while read word rest; do case $word in uci) echo uciok;; go) printf '{answer}\\n';; esac; done"
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))

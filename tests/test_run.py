@@ -245,9 +245,10 @@ FULL = {  # when the disk is full, and the newest checkpoint then
     "skill.json at the end": (Path, "write_text", 6, [3]),
     "out/model": (Path, "write_bytes", 22, [3]),
 }
+FAST = ("a line of metrics.jsonl", "a checkpoint's model", "out/model")  # the others are slow in sum
 
 
-@pytest.mark.parametrize("moment", FULL)
+@pytest.mark.parametrize("moment", [*FAST, *(pytest.param(m, marks=pytest.mark.slow) for m in FULL if m not in FAST)])
 def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path, toy_model):
     owner, name, nth, last, *file = FULL[moment]
     settings = dict(MODEL=toy_model, STEPS=3, SAVE_EVERY=1)

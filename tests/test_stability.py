@@ -278,6 +278,7 @@ CHANGES = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_setting_is_silent(toy_run, tmp_path):
     """A collector built with defaults ignored the group size that was asked for. Here each change has to show."""
 

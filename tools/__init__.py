@@ -1,4 +1,4 @@
-"""Programs beside training, run as python -m tools.NAME."""
+"""Programs that go with training, run as python -m tools.NAME."""
 
 import os
 import sys

@@ -138,8 +138,8 @@ def prepare(w, prompts, device, dtype):
 
 
 def multiplications(w, model, prompts):
-    """Those with weights. A rollout is one forward pass. A step adds another one, a backward pass, which counts as two,
-    and the reference's."""
+    """The multiplications by weights. A rollout is one forward pass. A step adds another one, a backward pass, which
+    counts as two, and the reference's."""
     new = w.prompts * w.group * w.new
     forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
     forward += model.head_weight.numel() * new
@@ -166,7 +166,7 @@ TRANSFORMERS = {  # arguments of the model
     "transformers, bfloat16": {"dtype": "bfloat16"},
 }
 PLAIN = {"bf16": False, "gradient_checkpointing": False}
-TRL = {  # the same, and arguments of GRPOConfig beside those of the workload
+TRL = {  # the same, and arguments of GRPOConfig besides those of the workload
     "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
     "TRL, float32": ({"dtype": "float32"}, PLAIN),
     "TRL, bfloat16": ({"dtype": "bfloat16"}, PLAIN),
@@ -176,7 +176,7 @@ TRL = {  # the same, and arguments of GRPOConfig beside those of the workload
 
 
 def fused(w, options):
-    """Gives a model whose options are not the default a fused GELU: transformers' gelu_new is many small operations."""
+    """A model whose options are not the default gets a fused GELU: transformers' gelu_new is many small operations."""
     gpt2 = isinstance(w.config, GPTConfig)
     return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
 

@@ -5,7 +5,8 @@ python -m tools.doctor MODEL=mine LR=3e-5     with others, as train.py takes the
 python -m tools.doctor MODEL=out/model        with those of the run that made the model
 
 A check is ok, or says what is wrong and what to do; the first one that is wrong is usually the cause of the others.
-Nothing is written. The learning rate is that after the warm-up.
+Nothing is written, except a task's start model if it has not been made yet. The learning rate is that after the
+warm-up.
 """
 
 import copy
@@ -176,7 +177,7 @@ def truths(questions, samples):
     unknown = int(sum(s.grade.metrics.get("unlabelled", s.question.truth is None) for s in samples)) // train.GROUP_SIZE
     return check(
         "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
-        (stub, f"All {' and '.join(stub)} questions have the same truth, as from a stub: check DATA={train.DATA}."),
+        (stub, f"All {' and '.join(stub)} questions have the same truth, as if from a stub: check DATA={train.DATA}."),
         (unknown, f"{unknown} have no truth, so right answers earn nothing: check the labels of DATA={train.DATA}."),
     )  # fmt: skip
 
@@ -193,7 +194,7 @@ def completions(model, batch, samples):
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
         (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
-        (wrong, f"The mask of {wrong} does not end with the end token, which goes untrained: make it from lengths."),
+        (wrong, f"The mask of {wrong} does not end with the end token, which goes untrained: make masks from lengths."),
         (foreign, f"The tokens of {foreign} are not the text that was graded: keep the sampled ids as they are."),
     )  # fmt: skip
 

@@ -200,7 +200,7 @@ def plots(runs, panels):
 
 
 def legend(lines):
-    """Of [(name, CSS classes, ...), ...]."""
+    """The legend of lines, [(name, CSS classes, ...), ...]."""
     items = "".join(f'<li><i class="{css}"></i>{escape(name)}</li>' for name, css, *_ in lines)
     return f'<ul class="legend">{items}</ul>'
 
@@ -262,7 +262,7 @@ def smooth(points):
 
 def axis(values, ends):
     """(whether it is logarithmic, its ticks), fitted to values and the ends of their intervals, but not to noise. A
-    logarithmic axis shows all where one value dwarfs the others; one of shares ends at 0 and 1."""
+    logarithmic axis shows all where one value dwarfs the others; one of shares stays between 0 and 1."""
     low, high, positive = min(values), max(values), [value for value in values if value > 0]
     if low >= 0 and positive and high > 100 * statistics.median(positive):
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(high))
@@ -341,7 +341,7 @@ def judged(sample):
 
 
 def marked(sample, most):
-    """The answer, each part coloured by what it earned of the most that any answer shown here earns for it."""
+    """The answer, each part coloured by its share of `most`, the most that any answer earned for such a part."""
     text, parts, page = sample["completion"], judged(sample), ""
     cuts = sorted({0, len(text), *(min(len(text), cut) for place in parts for cut in place)})
     for start, end in zip(cuts, cuts[1:]):

@@ -68,7 +68,7 @@ def between(rows):
 
 
 def noise_scale(share):
-    """The number of questions at which half is signal, if `share` of one question's is."""
+    """The number of questions at which half of |g|² is signal, if for one question this `share` of it is."""
     return max(0.0, 1 / share - 1) if share > 0 else torch.inf
 
 
@@ -162,7 +162,8 @@ def split(rows, B, P, T):
 
 
 def report(found, kinds, seconds, tokens):
-    """Three tables. For each question its kind, and its tokens (prompt, answer); `seconds`: {kind: of one question}."""
+    """Prints three tables. `kinds` and `tokens` (prompt, answer) are given for each question, and `seconds` for a
+    question of each kind."""
     names, halves = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], found.pop(HALVES, None)
     steps = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
     noise = [["noise of a step", "between questions", "best group", "best step", "its noise", "what helps"]]
