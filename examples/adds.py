@@ -18,7 +18,7 @@ from examples.start import smollm2 as start_model  # noqa: F401, which the task 
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
 
-DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.1)
+DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.03)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
 DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=10.0)
 DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")

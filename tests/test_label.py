@@ -82,7 +82,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_ended_and_resumed_with_other_workers_gives_the_same_file(how, tmp_path, undisturbed):
     out = tmp_path / "positions.txt"
     partial, process = Path(f"{out}.partial"), start(out, *GAMES, "--workers", 2)

@@ -202,10 +202,10 @@ class Killed(BaseException):
 
 RUN = dict(STEPS=4, SAVE_EVERY=2, EVAL_EVERY=3, EPOCHS=2, LR=0.01, LR_SCHEDULE="cosine", CONTROL="shuffle")
 # The moments at which a run is killed: the nth call of a function, counted from the start of the run.
-MOMENTS = [(train, "evaluate", 1), (train, "evaluate", 2), (train, "sample", 2), (train, "update", 4)]
-MOMENTS += [(monitor, "open_log", 1), (monitor, "progress_line", 1), (torch, "save", 2), (os, "replace", 2)]
-MOMENTS += [(os, "fsync", 1), (os, "fsync", 12), (os, "rename", 2), (os, "rename", 4)]
-MORE = [(os, "fsync", 3), (os, "fsync", 9), (os, "rename", 3)]
+MOMENTS = [(train, "evaluate", 1), (train, "sample", 2), (train, "update", 4), (monitor, "progress_line", 1)]
+MOMENTS += [(torch, "save", 2), (os, "replace", 2), (os, "fsync", 12), (os, "rename", 4)]
+MORE = [(train, "evaluate", 2), (monitor, "open_log", 1), (os, "fsync", 1), (os, "fsync", 3), (os, "fsync", 9)]
+MORE += [(os, "rename", 2), (os, "rename", 3)]
 
 
 def break_off(patch, owner, name, nth, error, file=""):
