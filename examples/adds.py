@@ -20,8 +20,8 @@ from nanorook.task import Grade, Question, runaway
 
 DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.03)
 DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
-DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=10.0)
 DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/adds")
+DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=10.0)  # the wanted form is far from what the model would say: a KL of about 1
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # Digits are tokens of their own: "47 + 38 = 85." has 11 tokens and the end token.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 16, "the most tokens of an answer, its end token included", low=2)
