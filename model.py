@@ -206,7 +206,7 @@ class GPT(nn.Module):
         return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
 
     def position_ids(self, prefix, N, t):
-        """Positions (N, T) of inputs `t`, counted from a prompt's last token. Past the last one, a row has ended."""
+        """Positions (N, T) of inputs `t`, counted from a prompt's last token. A row beyond n_positions has ended."""
         lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
         return (lengths + t).clamp(max=self.config.n_positions - 1)
 

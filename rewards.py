@@ -95,7 +95,7 @@ def typed_move(board, san):
     try:
         return board.parse_san(san).uci()
     except ValueError:
-        fail(f"{san!r:.80} is not a legal move in {board.fen()}; write e2e4 to ask about any move, legal or not.")
+        fail(f"{san!r:.80} is not a legal move in {board.fen()}; use the form e2e4 for any move, legal or not.")
 
 
 def typed_board(fen):

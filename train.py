@@ -141,7 +141,7 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
 
 
 def plan_memory(model, questions):
-    """The most tokens of a microbatch. If memory is too small for it, the backward pass recomputes blocks."""
+    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed."""
     longest_sequence = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
     must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
     model.recompute = hardware.must_recompute(model, must_fit, longest_sequence)

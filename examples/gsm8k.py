@@ -109,7 +109,7 @@ def grade(question, text, hit_limit=False):
     last = re.search(r"####([^\n#]*)\s*\Z", text)
     number = number_in(last[1].strip()) if last else None
     right = number is not None and number == number_in(question.truth)
-    span = [(last.start(), len(text))] if last else []  # up to the end, and so the end token, too
+    span = [(last.start(), len(text))] if last else []
     pieces = [("form", WEIGHTS["form"] * bool(last)), ("number", WEIGHTS["number"] * (number is not None), *span)]
     pieces += [("right", WEIGHTS["right"] * right)]
     if hit_limit:

@@ -150,7 +150,7 @@ def why_nothing(rows, kinds, first, settings, gains):
     halves = sum(interval(part)[1] for part in ends)
     skipped = sum(row["skipped"] > 0 for row in rows)
     for applies, reason in (
-        (settings.get("CONTROL", "none") != "none", "its rewards said nothing about the answers, as CONTROL requests"),
+        (settings.get("CONTROL", "none") != "none", "the rewards said nothing about the answers, as CONTROL requests"),
         (skipped > len(rows) / 2, f"{skipped} of {len(rows)} updates were skipped, so lower LR"),
         (max(row.get("reward_std", 1) for row in rows) < 1e-6 and after < 0.95,
          f"every answer earned the same ({after:.3g}), so check grade for a cap"),

@@ -16,7 +16,7 @@ MATES = positions.BUILTIN.with_name("mates.txt.gz")
 
 def beside(source, *sides):
     """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
-    latter come from the data, too, unless it has none to train on or none that is held out."""
+    latter come from a user's data, too, unless it has none to train on or none that is held out."""
     mates = embedded() if all(sides) else ([], [])
     if source != "builtin" and all(sides):
         own = [find(side) for side in sides]

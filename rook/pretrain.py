@@ -1,7 +1,7 @@
 """Supervised training: from labelled positions to a model that knows both tasks, in one stage.
 
 python -m rook.pretrain out/mine --data builtin positions.txt.gz            on a CPU, a million texts in ten hours
-python -m rook.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU with 16 cores
+python -m rook.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU, with 16 CPU cores
 
 What the texts are: rook/texts.py. The same command resumes a run that was stopped or killed.
 """

@@ -144,9 +144,9 @@ def gradients(model, reference, rollouts):
 def split(rows, B, P, T):
     """In words, what the noise of B questions is made of, and the best B × G at equal cost. rows: as for between().
 
-    The gradient of a group is G - k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided by
-    that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are independent.
-    With P tokens in a prompt and T in an answer a step costs B (P + G T), so the best G - k is
+    The gradient of a group is (G - k) / k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided
+    by that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are
+    independent. With P tokens in a prompt and T in an answer a step costs B (P + G T), so the best G - k is
     √(σ_w² / σ_b² · (k + P / T))."""
     G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
     shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
