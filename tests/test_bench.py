@@ -60,7 +60,8 @@ def test_a_small_run_reports_medians_of_rounds(small, tmp_path, monkeypatch, cap
     assert found["tokens_per_second"] == 5 * 4 / 2
 
 
-@pytest.mark.parametrize("title", [pytest.param("W1", marks=pytest.mark.slow), "W5"])
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["W1", "W5"])
 def test_transformers_completes_the_same_prompts_with_the_same_weights(title, small, monkeypatch, tmp_path):
     from transformers import GenerationMixin
 

@@ -126,6 +126,7 @@ def test_a_partial_file_cut_at_any_byte_keeps_its_whole_units(tmp_path):
         assert partial.read_bytes() == damaged
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_once_is_started_again_and_a_missing_one_is_said(tmp_path, undisturbed):
     out, died = tmp_path / "out", tmp_path / "died"
     run(out, STOCKFISH_PATH="/bin/false", wrong="error: Stockfish (/bin/false) died.")

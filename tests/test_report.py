@@ -108,6 +108,7 @@ def test_in_a_browser_the_page_is_whole_and_runs_nothing(run):
     assert "<title>run</title>" in dom and any("Content Security Policy" in line for line in console)
 
 
+@pytest.mark.slow
 @pytest.mark.needs("chromium")
 def test_on_a_telephone_only_tables_scroll_sideways(run, tmp_path):
     """In a frame of 390 pixels, as a window of chromium is never narrower than 500."""

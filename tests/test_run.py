@@ -263,6 +263,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path
     assert [row["step"] for row in toy.rows(tmp_path)] == [1, 2, 3] and GPT.load(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
     """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
     add, acquire, runs, stops, kills = train.add_advantages, Run.acquire_lock, [], [], []

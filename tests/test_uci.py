@@ -98,6 +98,7 @@ def test_garbage_is_ignored_and_what_waits_answers_at_stop_alone(talk):
     assert said.startswith("bestmove ")
 
 
+@pytest.mark.slow
 def test_it_plays_itself(tmp_path):
     """python-chess's client raises at any illegal move and at any line out of turn."""
     where = dict(cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable})
