@@ -4,8 +4,9 @@ set -euo pipefail
 cd "$(dirname "$0")"
 NEEDS="requirements.txt requirements-test.txt" source tools/setup.sh
 [ $# = 0 ] || exec "$PYTHON" -m pytest "$@"
-# Two halves at once, since the tests compute on one thread. What the second prints is shown when the first has ended.
+# Two halves at once, since the tests compute on one thread. What the second prints is shown when both have ended.
 second=$(mktemp) status=0
+trap 'exit 130' INT
 trap 'kill $(jobs -p) 2>/dev/null || true; rm "$second"' EXIT
 "$PYTHON" -m pytest tests/test_[n-z]*.py >"$second" 2>&1 &
 "$PYTHON" -m pytest tests/test_[a-m]*.py || status=$?
