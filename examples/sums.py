@@ -71,8 +71,9 @@ def grade(question, text, hit_limit=False):
         sound = found[0] == write_step(total, event)
         pieces.append((f"step {i}", 0.7 * sound / len(events), found.span()))
         working += sound
-        read += found[0].split("=")[0].endswith("{}{}".format(*event))
-        total = int(found[0].split("=")[1])
+        calculation, outcome = found[0].split("=")
+        read += calculation.endswith("{}{}".format(*event))
+        total = int(outcome)
     pieces = [*pieces, ("result", 0.2 * right)] if SUMS_REWARD == "steps" else [("result", 1.0 * right)]
     working = right and working == len(written) == len(events)
     metrics = {"structure": form, "result": right, "working": working, "read": read / len(events)}
