@@ -181,7 +181,8 @@ def run(args):
                 bar.update(len(new))
             bar.total = len(lines)  # fewer than wanted where some were left out
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        if sys.exc_info()[0] is not KeyboardInterrupt:  # main() ends with the workers at once then
+            pool.shutdown(cancel_futures=True)  # waits: if Python 3.11 exits meanwhile, it prints an error
     text = "".join(f"{line}\n" for line in lines).encode()
     Path(f"{out}.tmp").write_bytes(gzip.compress(text, mtime=0) if out.endswith(".gz") else text)
     os.replace(f"{out}.tmp", out)  # so that the file appears whole or not at all
