@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 import train
-from experiments import seeds, variants
+from experiments import estimators, seeds, variants
 from nanorook import settings
 from nanorook.statistics import figure
 from nanorook.tables import table as show
@@ -128,3 +128,33 @@ def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, 
     with pytest.raises(SystemExit):
         variants.main()
     assert "argument --seeds: 0 is not a whole number of at least 1." in capsys.readouterr().err
+
+
+def test_estimators_are_compared_on_each_task_before_and_after(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def run(folder, arguments):
+        made.append(dict(argument.split("=") for argument in arguments))
+        folder.mkdir()
+        steps = [{"entropy": 0.5, "frac_zero_std": 0.1}, {"entropy": 0.25, "frac_zero_std": 0.4}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        names = [
+            f"{name} {way}" for name in ("mates mate", "moves legal") for way in ("T=0", "T=1", "pass@4", "pass@16")
+        ]
+        return {"skill": {step: dict.fromkeys(names, [value]) for step, value in (("0", 0.25), ("120", 0.75))}}
+
+    monkeypatch.setattr(estimators, "run", run)
+    monkeypatch.setattr(estimators, "__file__", f"{tmp_path}/estimators.py")  # beside which the file is written
+    monkeypatch.setattr("sys.argv", ["estimators", f"{tmp_path}/runs", "--only", "mates", "--seeds", "2"])
+    for _ in range(2):
+        estimators.main()
+        table = re.sub(" +", " ", capsys.readouterr().out)
+        assert "| | greedy | sampled | form | pass@4 | pass@16 | entropy | without signal |" in table
+        assert f"| mates, start {5 * '| 25.0 ± 0.0 '}| 0.50 ± 0.00 | 10.0 ± 0.0 |" in table
+        assert f"| mates, best of 4 {5 * '| 75.0 ± 0.0 '}| 0.25 ± 0.00 | 40.0 ± 0.0 |" in table
+        assert [(run["SEED"], run.get("SCALE_REWARDS"), run.get("BEST_OF")) for run in made] == [
+            (seed, *changed) for seed in "01" for changed in ((None, None), ("std", None), ("mean", None), (None, "4"))
+        ]
+    for *_, given in estimators.TASKS.values():
+        task = importlib.import_module(given["TASK"].removesuffix(".py").replace("/", "."))
+        assert all(hasattr(train, name) or hasattr(task, name) for name in given)

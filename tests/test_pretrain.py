@@ -319,11 +319,22 @@ def test_changed_bytes_of_its_state_are_noticed(run, few, tmp_path):
         run("m", "--data", few, "--steps", 2)
 
 
-def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
+def test_a_mix_of_ones_own(run, few, bpe_folder, tmp_path, monkeypatch):
+    drawn, draw = [], texts.draw
+    monkeypatch.setattr(texts, "draw", lambda rng, rows, *data: drawn.append(rows) or draw(rng, rows, *data))
+    shape = "--tokenizer", bpe_folder, "--format", "rookworld", "--positions", 512
+    run("m", "--data", few, "--steps", 2, *shape, "--mix", "moves=6", "environment=3")
+    assert drawn == 2 * [{"moves": 6, "environment": 3}]
+    assert json.loads((tmp_path / "m/skill.jsonl").read_text())["texts"] == 18
+
+
+def test_what_cannot_be_done_is_said(run, few, tmp_path, capsys):
     (tmp_path / "fens.txt").write_text("4k3/8/8/8/8/8/8/4K2R w K - 0 1\n4k3/8/8/8/8/8/8/R3K3 w Q - 0 1")
     for arguments, said in (
         (f"--data {tmp_path}/fens.txt", "no labelled position"),
         ("--tokenizer nowhere", "squares has a tokenizer of its own"),
+        ("--mix moves", "argument --mix:  is not a whole number of at least 1"),
+        (f"--data {few} --mix policy=8 moves=8", "'moves' is no task of the format squares"),
         ("--lr nan", "argument --lr: nan is not a number from 0 to 1"),
         ("--heads 3", "--width 32 has to be a multiple of --heads 3"),
     ):

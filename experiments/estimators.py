@@ -1,0 +1,74 @@
+"""What SCALE_REWARDS and BEST_OF are worth: tasks with their own settings, each with several estimators of advantages.
+
+    python -m experiments.estimators runs/estimators --only letters sums-result
+
+Each run is made by train.py in OUT/TASK-ESTIMATOR-SEED. Runs that estimators.json beside this program records are not
+made again. It prints the table for docs/choices.md, in which "start" is the model before these runs.
+"""
+
+import argparse
+from pathlib import Path
+
+from experiments.seeds import read, record, run
+from experiments.variants import rows
+from nanorook import tables, verdict
+from nanorook.settings import number
+
+ESTIMATORS = {  # see grpo.advantages
+    "none": {},
+    "std": {"SCALE_REWARDS": "std"},
+    "mean": {"SCALE_REWARDS": "mean"},
+    "best of 4": {"BEST_OF": 4},
+}
+CHESS = {"EVAL_POSITIONS": 800, "EVAL_EVERY": 0}
+TASKS = {  # name: [what the task teaches, the form that its answers should keep, settings]
+    "letters": ["letters last", "letters listed", {"TASK": "examples/letters.py"}],
+    "sums": ["sums result", "sums structure", {"TASK": "examples/sums.py"}],
+    "sums-result": ["sums result", "sums structure", {"TASK": "examples/sums.py", "SUMS_REWARD": "result"}],
+    "ocaml": ["ocaml right", "ocaml typed", {"TASK": "examples/ocaml.py"}],
+    "mates": ["mates mate", "moves legal", {"TASK": "examples/mates.py", "STEPS": 120} | CHESS],
+    "chess": ["mates mate", "moves legal", {"TASK": "rewards.py"} | CHESS],
+}
+
+
+def measure(taught, form, settings, folder):
+    """(figures before one run, figures after it)"""
+    found = run(folder, [f"{name}={value}" for name, value in settings.items()])
+    (before, *_, after), steps = found["skill"].values(), verdict.read(folder / "metrics.jsonl")
+    columns = {"greedy": f"{taught} T=0", "sampled": f"{taught} T=1", "form": f"{form} T=0"}
+    columns |= {f"pass@{k}": f"{taught} pass@{k}" for k in (4, 16)}
+    return [
+        {column: skill[name][0] for column, name in columns.items()}
+        | {"entropy": step["entropy"], "without signal": step["frac_zero_std"]}
+        for skill, step in ((before, steps[0]), (after, steps[-1]))
+    ]
+
+
+def main():
+    p = argparse.ArgumentParser("python -m experiments.estimators", description=__doc__.split("\n")[0])
+    p.add_argument("out", type=Path, help="folder for the runs")
+    p.add_argument("--only", nargs="+", default=[*TASKS], choices=TASKS, metavar="TASK", help="these tasks alone")
+    p.add_argument("--seeds", type=number(int, 1), default=3)
+    a = p.parse_args()
+    file, out = Path(__file__).with_suffix(".json"), a.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"tasks": TASKS, "estimators": ESTIMATORS}
+    known = read(file) if file.exists() else {"about": about, "runs": {}}
+    if known["about"] != about:
+        p.error(f"{file} was made with other settings; delete it to begin again.")
+    runs = known["runs"]
+    for seed in range(a.seeds):
+        for task in a.only:
+            taught, form, settings = TASKS[task]
+            for name, estimator in ESTIMATORS.items():
+                if str(seed) not in runs.setdefault(f"{task}, {name}", {}):
+                    given = settings | estimator | {"EVAL_SAMPLES": 16, "SEED": seed}
+                    folder = out / f"{task}-{name}-{seed}".replace(" ", "-")
+                    before, runs[f"{task}, {name}"][str(seed)] = measure(taught, form, given, folder)
+                    runs.setdefault(f"{task}, start", {})[str(seed)] = before
+                    record(file, known)
+    print(tables.table(rows({name: found for name, found in runs.items() if found}), markdown=True))
+
+
+if __name__ == "__main__":
+    main()
