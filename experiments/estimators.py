@@ -20,6 +20,7 @@ ESTIMATORS = {  # see grpo.advantages
     "mean": {"SCALE_REWARDS": "mean"},
     "best of 4": {"BEST_OF": 4},
 }
+SHARED = {"EVAL_SAMPLES": 16, "KL_DIVERGENCE_THRESHOLD": 100.0}  # no run goes back for being far from its start
 CHESS = {"EVAL_POSITIONS": 800, "EVAL_EVERY": 0}
 TASKS = {  # name: [what the task teaches, the form that its answers should keep, settings]
     "letters": ["letters last", "letters listed", {"TASK": "examples/letters.py"}],
@@ -52,7 +53,7 @@ def main():
     a = p.parse_args()
     file, out = Path(__file__).with_suffix(".json"), a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    about = {"tasks": TASKS, "estimators": ESTIMATORS}
+    about = {"shared": SHARED, "tasks": TASKS, "estimators": ESTIMATORS}
     known = read(file) if file.exists() else {"about": about, "runs": {}}
     if known["about"] != about:
         p.error(f"{file} was made with other settings; delete it to begin again.")
@@ -60,12 +61,13 @@ def main():
     for seed in range(a.seeds):
         for task in a.only:
             taught, form, settings = TASKS[task]
+            start = runs.setdefault(f"{task}, start", {})
             for name, estimator in ESTIMATORS.items():
-                if str(seed) not in runs.setdefault(f"{task}, {name}", {}):
-                    given = settings | estimator | {"EVAL_SAMPLES": 16, "SEED": seed}
+                found = runs.setdefault(f"{task}, {name}", {})
+                if str(seed) not in found:
+                    given = settings | estimator | SHARED | {"SEED": seed}
                     folder = out / f"{task}-{name}-{seed}".replace(" ", "-")
-                    before, runs[f"{task}, {name}"][str(seed)] = measure(taught, form, given, folder)
-                    runs.setdefault(f"{task}, start", {})[str(seed)] = before
+                    start[str(seed)], found[str(seed)] = measure(taught, form, given, folder)
                     record(file, known)
     print(tables.table(rows({name: found for name, found in runs.items() if found}), markdown=True))
 
