@@ -9,8 +9,8 @@ made again. It prints the table for docs/choices.md, in which "start" is the mod
 import argparse
 from pathlib import Path
 
-from experiments.seeds import read, record, run
-from experiments.variants import rows
+from experiments.seeds import record, run
+from experiments.variants import recorded, rows
 from nanorook import tables, verdict
 from nanorook.settings import number
 
@@ -53,10 +53,7 @@ def main():
     a = p.parse_args()
     file, out = Path(__file__).with_suffix(".json"), a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    about = {"shared": SHARED, "tasks": TASKS, "estimators": ESTIMATORS}
-    known = read(file) if file.exists() else {"about": about, "runs": {}}
-    if known["about"] != about:
-        p.error(f"{file} was made with other settings; delete it to begin again.")
+    known = recorded(file, {"shared": SHARED, "tasks": TASKS, "estimators": ESTIMATORS}, p)
     runs = known["runs"]
     for seed in range(a.seeds):
         for task in a.only:
@@ -69,7 +66,7 @@ def main():
                     folder = out / f"{task}-{name}-{seed}".replace(" ", "-")
                     start[str(seed)], found[str(seed)] = measure(taught, form, given, folder)
                     record(file, known)
-    print(tables.table(rows({name: found for name, found in runs.items() if found}), markdown=True))
+    print(tables.table(rows(runs), markdown=True))
 
 
 if __name__ == "__main__":

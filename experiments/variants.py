@@ -82,6 +82,14 @@ def rows(runs):
     return result
 
 
+def recorded(file, about, parser):
+    """{"about": ..., "runs": ...}: what the file has, which must have been made with these settings."""
+    known = read(file) if file.exists() else {"about": about, "runs": {}}
+    if known["about"] != about:
+        parser.error(f"{file} was made with other settings; delete it to begin again.")
+    return known
+
+
 def main():
     p = argparse.ArgumentParser("python -m experiments.variants", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path, help="folder for the runs")
@@ -93,10 +101,7 @@ def main():
     only = a.only or list(variants)
     if unknown := set(only) - set(variants):
         p.error(f"{a.task} has no variant {', '.join(unknown)}; it has {', '.join(variants)}.")
-    about = {"shared": SHARED[a.task], "variants": variants}
-    known = read(file) if file.exists() else {"about": about, "runs": {}}
-    if known["about"] != about:
-        p.error(f"{file} was made with other settings; delete it to begin again.")
+    known = recorded(file, {"shared": SHARED[a.task], "variants": variants}, p)
     for seed in range(a.seeds):
         for name in only:
             found = known["runs"].setdefault(name, {})

@@ -69,9 +69,7 @@ def arguments():
     p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
     p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="steps until L: texts have faded")
     p.add_argument("--rows", type=number(int, 8), default=32, help="number of texts in a step; 1024 suits a GPU")
-    p.add_argument(
-        "--mix", nargs="+", type=task_and_rows, metavar="TASK=ROWS", help="a step's texts, instead of --rows"
-    )
+    p.add_argument("--mix", nargs="+", type=task_and_rows, metavar="TASK=ROWS", help="a step's texts of each task")
     p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
     p.add_argument("--eval-every", type=count, default=250, help="steps between saves, each with an evaluation")
@@ -234,9 +232,8 @@ def main():
         fail("the data has no labelled positions to train on, or none to hold out; label some with rook.label.")
     mix, taught = dict(args.mix or ()), texts.TASKS.keys() - {"moves" if text_format in rewards.WIDTH else "judge"}
     if unknown := mix.keys() - taught:
-        fail(
-            f"--mix: {min(unknown)!r} is no task of the format {text_format}; choose from {', '.join(sorted(taught))}."
-        )
+        fail(f"--mix: {min(unknown)!r} is no task of the format {text_format}; take {', '.join(sorted(taught))}.")
+    rows_of_a_step = sum(mix.values()) or args.rows
     rare, rng = texts.rare_kinds(labelled), random.Random(0)
     chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))
     questions = [rewards.policy_question(p, text_format) for p in chosen]
@@ -309,12 +306,7 @@ def main():
         save(args.out, whole, weights_dtype, state)
         if stop:
             sys.exit(f"stopped at step {step}; the same command resumes from there.")
-        skill = {
-            "step": step,
-            "texts": step * (sum(mix.values()) or args.rows),
-            "seconds": round(seconds),
-            **evaluate(whole, questions),
-        }
+        skill = {"step": step, "texts": step * rows_of_a_step, "seconds": round(seconds), **evaluate(whole, questions)}
         shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
         tqdm.write(f"step {step}  " + "  ".join(shown))
         with open(args.out / "skill.jsonl", "a") as log:
