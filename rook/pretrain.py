@@ -38,6 +38,7 @@ from rook.label import lock, start_worker
 # A token of RookWorld's texts is pieces, a number, a letter of a square or a header, or a sign; or it is the space.
 TEXT_TOKEN = re.compile(r" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
 LEGAL_WEIGHT = 4.0  # the weight of the loss on probability that leads to no legal move, see texts.legal_tokens()
+PLACES_LAYER = 2  # the layers after which a token of RookWorld's boards should know its squares, see places_loss()
 WARMUP = 100  # steps over which the learning rates rise
 TOKENIZERS = {
     "squares": partial(Tokenizer.of_bytes, chess.SQUARE_NAMES),  # a move is two tokens
@@ -128,7 +129,7 @@ def with_all_rows(model, row_of):
     """The same model with a row for each token, to be saved or sampled from."""
     with torch.device("meta"):
         whole = GPT(model.config)
-    state = model.state_dict()
+    state = {name: p for name, p in model.state_dict().items() if not name.startswith("places.")}
     whole.load_state_dict(state | {"wte.weight": state["wte.weight"][row_of]}, assign=True)
     whole.tokenizer = model.tokenizer
     return whole.set_compute_dtype(model.dtype)
@@ -142,6 +143,30 @@ def log_probabilities(model, states, counts):
 def hidden(model, tokens):  # (R, S) -> (R, S, C)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return model.trunk(tokens, positions, causal_attention)
+
+
+def squares_of_rows(model, row_of):
+    """(V,) how many squares a token of a board stands for; 0 for all others."""
+    squares = torch.zeros(int(row_of.max()) + 1, dtype=torch.long)
+    for i, token in model.tokenizer.token_bytes.items():
+        if pieces := re.fullmatch(r" ?([pnbrqkPNBRQK]+|[1-8]+)", token.decode("latin-1")):
+            squares[row_of[i]] = sum(int(sign) if sign.isdigit() else 1 for sign in pieces[1])
+    return squares.to(row_of.device)
+
+
+def places_loss(probe, early, tokens, squares):  # (R, S, C) and (R, S)
+    """The loss of a linear probe that reads, after the first layers, which squares a token of the board stands for.
+
+    Where a square is in a text of RookWorld depends on all that stands before it. A small model learns to count them
+    within 300 steps if it is asked to. If not, it does not in 5,000, and guesses its moves from what is frequent."""
+    count = squares[tokens]  # (R, S)
+    count[:, :2] = 0  # of the header
+    end = count.cumsum(1)
+    board = (count > 0) & (end <= 64)
+    square = torch.arange(64, device=tokens.device)
+    stands_for = ((end - count)[board][:, None] <= square) & (square < end[board][:, None])  # (K, 64)
+    logits = probe(F.layer_norm(early[board].float(), early.shape[-1:]))
+    return F.binary_cross_entropy_with_logits(logits, stands_for.float(), reduction="sum") / board.sum()
 
 
 class Muon(torch.optim.Optimizer):
@@ -205,13 +230,13 @@ def save(out, model, dtype, state):
     shutil.rmtree(unfinished)
 
 
-def load_state(file, config):
+def load_state(file, described):
     """What a run needs to resume; {} at its beginning."""
     if not file.exists():
         return {}
     try:  # to the CPU, where AdamW's step counters stay: on CUDA each would be a GPU sync at every step
         state = read_tensors(file)
-        if state["config"] == str(config):
+        if state["config"] == described:
             return state
     except Exception:  # a damaged pickle may raise anything
         pass
@@ -243,7 +268,13 @@ def main():
     counts, rows = row_of.bincount(), row_of.tolist()
     encoder = SimpleNamespace(vocab_size=len(counts), eos=rows[tokenizer.eos])  # from texts to rows of the embedding
     encoder.encode = lambda text: [rows[token] for token in tokenizer.encode(text)]
-    state = load_state(args.out / "trainer.pt", model.config)
+    squares, early = squares_of_rows(model, row_of), {}
+    if reads_places := text_format not in rewards.WIDTH:
+        model.places = torch.nn.Linear(model.config.n_embd, 64).to(device)
+        layer = model.h[min(PLACES_LAYER, len(model.h)) - 1]
+        layer.register_forward_hook(lambda block, inputs, output: early.update(output=output))
+    described = f"{model.config}{model.places if reads_places else ''}"
+    state = load_state(args.out / "trainer.pt", described)
     dtype = state.get("dtype", args.dtype) if args.dtype == "auto" else args.dtype  # auto is measured once for a run
     model.set_compute_dtype(hardware.fastest_dtype(device) if dtype == "auto" else getattr(torch, dtype))
     others = {name: p for name, p in model.named_parameters() if not (name.startswith("h.") and p.ndim == 2)}
@@ -286,8 +317,12 @@ def main():
             logprobs = log_probabilities(model, states, counts)  # (K, V)
             loss = (F.nll_loss(logprobs, targets, reduction="none") * weights).sum()
             illegal = -logprobs[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1).sum()
-            ((loss + LEGAL_WEIGHT * illegal) / total).backward()
             losses[task] = loss.detach() / weights.sum()
+            loss = (loss + LEGAL_WEIGHT * illegal) / total
+            if reads_places:
+                losses["places"] = places_loss(model.places, early.pop("output"), tokens, squares)
+                loss = loss + losses["places"] * len(tokens) / rows_of_a_step
+            loss.backward()
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             for optimizer in optimizers:
                 optimizer.step()
@@ -300,7 +335,7 @@ def main():
             bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
         if step % args.eval_every and step < args.steps and not stop:
             continue
-        state = {"step": step, "elapsed": seconds, "config": str(model.config), "dtype": str(model.dtype)[6:]}
+        state = {"step": step, "elapsed": seconds, "config": described, "dtype": str(model.dtype)[6:]}
         state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         whole = with_all_rows(model, row_of)
         save(args.out, whole, weights_dtype, state)
