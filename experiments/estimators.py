@@ -1,9 +1,10 @@
-"""What SCALE_REWARDS and BEST_OF are worth: tasks with their own settings, each with several estimators of advantages.
+"""What SCALE_REWARDS and BEST_OF are worth: tasks with their own settings, whose advantages are computed in four ways.
 
-    python -m experiments.estimators runs/estimators --only letters sums-result
+    python -m experiments.estimators runs/estimators --only letters ocaml sums-result
 
 Each run is made by train.py in OUT/TASK-ESTIMATOR-SEED. Runs that estimators.json beside this program records are not
-made again. It prints the table for docs/choices.md, in which "start" is the model before these runs.
+made again. It prints the table for docs/choices.md, of all that is recorded. In it, "start" is the model before these
+runs, with the entropy and the groups without a signal of the first step.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def measure(taught, form, settings, folder):
 def main():
     p = argparse.ArgumentParser("python -m experiments.estimators", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path, help="folder for the runs")
-    p.add_argument("--only", nargs="+", default=[*TASKS], choices=TASKS, metavar="TASK", help="these tasks alone")
+    p.add_argument("--only", nargs="+", default=[*TASKS], choices=TASKS, metavar="TASK", help="tasks to make runs of")
     p.add_argument("--seeds", type=number(int, 1), default=3)
     a = p.parse_args()
     file, out = Path(__file__).with_suffix(".json"), a.out.resolve()

@@ -1,7 +1,7 @@
-"""What each choice is worth: a task of examples/ with one setting changed, a few seeds for each.
+"""What each choice is worth: a task of examples/ with one or a few settings changed, several seeds each.
 
     python -m experiments.variants runs/variants --seeds 5 --only default EPOCHS=8
-    python -m experiments.variants runs/variants --task sums --seeds 3                  rewards, CREDIT and LOSS
+    python -m experiments.variants runs/variants --task sums --seeds 3               # rewards, CREDIT, LOSS and EPOCHS
 
 Each run is made by train.py in OUT/NAME/seed-N, with so few steps that variants still differ. Runs that are recorded in
 the task's file beside this program are not made again. It prints the table for docs/choices.md.

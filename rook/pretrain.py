@@ -154,19 +154,23 @@ def squares_of_rows(model, row_of):
     return squares.to(row_of.device)
 
 
-def places_loss(probe, early, tokens, squares):  # (R, S, C) and (R, S)
-    """The loss of a linear probe that reads, after the first layers, which squares a token of the board stands for.
-
-    Where a square is in a text of RookWorld depends on all that stands before it. A small model learns to count them
-    within 300 steps if it is asked to. If not, it does not in 5,000, and guesses its moves from what is frequent."""
+def squares_of_tokens(tokens, squares):
+    """(R, S, 64), in the order of a FEN: True for the squares that a token of a text's board stands for."""
     count = squares[tokens]  # (R, S)
-    count[:, :2] = 0  # of the header
-    end = count.cumsum(1)
-    board = (count > 0) & (end <= 64)
-    square = torch.arange(64, device=tokens.device)
-    stands_for = ((end - count)[board][:, None] <= square) & (square < end[board][:, None])  # (K, 64)
-    logits = probe(F.layer_norm(early[board].float(), early.shape[-1:]))
-    return F.binary_cross_entropy_with_logits(logits, stands_for.float(), reduction="sum") / board.sum()
+    count[:, :2] = 0  # the header
+    end, square = count.cumsum(1)[..., None], torch.arange(64, device=tokens.device)
+    return (end - count[..., None] <= square) & (square < end)  # what follows the board begins at 64
+
+
+def places_loss(probe, early, tokens, squares):
+    """The loss of a linear probe that reads from the first layers, early (R, S, C), which squares a token stands for.
+
+    Where a square is in one of RookWorld's texts depends on everything before it. A small model learns to count within
+    300 steps if this is asked of it; if not, it has hardly begun after 5,000, and guesses what is frequent instead."""
+    truth = squares_of_tokens(tokens, squares)
+    board = truth.any(-1)
+    logits = probe(F.layer_norm(early[board].float(), early.shape[-1:]))  # (K, 64)
+    return F.binary_cross_entropy_with_logits(logits, truth[board].float(), reduction="sum") / board.sum()
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,7 +1,8 @@
 """The texts that rook.pretrain teaches: questions with their ideal answers, as tokens with weights.
 
 Besides the policy's and the environment's, two tasks teach the rules: to list the legal moves of a position (L:), which
-is most of the mix at first and fades, and to mark moves as legal or not (J:, in the formats of small models).
+is most of the mix at first and fades, and to mark moves as legal or not (J:, in the formats of small models). In
+RookWorld's format, policy texts that end after their moves come first.
 """
 
 import re

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chess
 import pytest
 import torch
 
 import rewards
-from model import GPT
+from model import GPT, causal_attention
 from nanorook.tokenizer import Tokenizer
 from rollout import detokenize
 from rook import positions, pretrain, texts
@@ -212,6 +213,35 @@ def test_unused_tokens_share_a_row_as_if_the_softmax_had_all_of_them(run, few, g
         assert torch.equal(weight, all_rows.state_dict()[name])
     all_rows.wte.weight.data[0] += 1  # of a model that was trained on other texts, too
     assert torch.equal(pretrain.share_unused_row(all_rows), torch.arange(50257))
+
+
+def test_which_squares_a_token_stands_for(gpt2):
+    """Those that its letters or its number fill on python-chess's board, in texts of every task; all others, none."""
+    squares = pretrain.squares_of_rows(SimpleNamespace(tokenizer=gpt2), torch.arange(gpt2.vocab_size))
+    for prompt, answer in (text for some in draw(2000, "rookworld").values() for text in some):
+        tokens = torch.tensor([gpt2.encode(prompt + answer)])
+        found, board = pretrain.squares_of_tokens(tokens, squares)[0], board_of(prompt)
+        for token, places in zip(gpt2.encode(prompt + answer), found):
+            pieces = [board.piece_at(place ^ 56) for place in places.nonzero()[:, 0].tolist()]  # a FEN begins at a8
+            text = gpt2.token_bytes[token].decode().strip()
+            assert not pieces or text == ("".join(map(str, pieces)) if any(pieces) else str(len(pieces)))
+        assert found.sum(0).tolist() == [1] * 64 and not found[:2].any()
+
+
+def test_the_probe_reads_what_the_first_layers_know_and_is_no_part_of_the_model(run, few, gpt2_folder):
+    arguments = "--data", few, "--format", "rookworld", "--tokenizer", gpt2_folder, "--eval-every", 100, "--lr", 0.01
+    losses = []
+    for steps in 1, 60:
+        folder = run("m", *arguments, "--steps", steps, "--decay", 0, "--mix", "moves=8")
+        weights, model = torch.load(folder / "trainer.pt")["model"], GPT.load(folder)
+        assert {"places.weight", "places.bias"} == weights.keys() - model.state_dict().keys()
+        probe = torch.nn.Linear(model.config.n_embd, 64)
+        probe.load_state_dict({name: weights[f"places.{name}"] for name in ("weight", "bias")})
+        squares = pretrain.squares_of_rows(model, torch.arange(model.config.vocab_size))
+        inputs = torch.tensor([model.tokenizer.encode(f"P: {FEN}")])
+        early = model.blocks(model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1])), causal_attention)
+        losses.append(pretrain.places_loss(probe, early, inputs, squares).item())
+    assert losses[0] > 30 and losses[1] < 10  # 64 · log 2 = 44 is that of a probe that knows nothing
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
