@@ -129,7 +129,8 @@ def with_all_rows(model, row_of):
     """The same model with a row for each token, to be saved or sampled from."""
     with torch.device("meta"):
         whole = GPT(model.config)
-    state = {name: p for name, p in model.state_dict().items() if not name.startswith("places.")}
+    trained = model.state_dict()  # with the probe, which is no part of a model
+    state = {name: trained[name] for name in whole.state_dict()}
     whole.load_state_dict(state | {"wte.weight": state["wte.weight"][row_of]}, assign=True)
     whole.tokenizer = model.tokenizer
     return whole.set_compute_dtype(model.dtype)
@@ -150,7 +151,7 @@ def squares_of_rows(model, row_of):
     squares = torch.zeros(int(row_of.max()) + 1, dtype=torch.long)
     for i, token in model.tokenizer.token_bytes.items():
         if pieces := re.fullmatch(r" ?([pnbrqkPNBRQK]+|[1-8]+)", token.decode("latin-1")):
-            squares[row_of[i]] = sum(int(sign) if sign.isdigit() else 1 for sign in pieces[1])
+            squares[row_of[i]] = len(positions.expand_board(pieces[1]))
     return squares.to(row_of.device)
 
 
@@ -165,8 +166,8 @@ def squares_of_tokens(tokens, squares):
 def places_loss(probe, early, tokens, squares):
     """The loss of a linear probe that reads from the first layers, early (R, S, C), which squares a token stands for.
 
-    Where a square is in one of RookWorld's texts depends on everything before it. A small model learns to count within
-    300 steps if this is asked of it; if not, it has hardly begun after 5,000, and guesses what is frequent instead."""
+    Where a square is in one of RookWorld's texts depends on everything before it. A small model learns to count in a
+    few hundred steps if this is asked of it; if not, it has hardly begun after 5,000, and guesses what is frequent."""
     truth = squares_of_tokens(tokens, squares)
     board = truth.any(-1)
     logits = probe(F.layer_norm(early[board].float(), early.shape[-1:]))  # (K, 64)
@@ -272,8 +273,8 @@ def main():
     counts, rows = row_of.bincount(), row_of.tolist()
     encoder = SimpleNamespace(vocab_size=len(counts), eos=rows[tokenizer.eos])  # from texts to rows of the embedding
     encoder.encode = lambda text: [rows[token] for token in tokenizer.encode(text)]
-    squares, early = squares_of_rows(model, row_of), {}
     if reads_places := text_format not in rewards.WIDTH:
+        squares, early = squares_of_rows(model, row_of), {}
         model.places = torch.nn.Linear(model.config.n_embd, 64).to(device)
         layer = model.h[min(PLACES_LAYER, len(model.h)) - 1]
         layer.register_forward_hook(lambda block, inputs, output: early.update(output=output))

@@ -219,9 +219,9 @@ def test_which_squares_a_token_stands_for(gpt2):
     """Those that its letters or its number fill on python-chess's board, in texts of every task; all others, none."""
     squares = pretrain.squares_of_rows(SimpleNamespace(tokenizer=gpt2), torch.arange(gpt2.vocab_size))
     for prompt, answer in (text for some in draw(2000, "rookworld").values() for text in some):
-        tokens = torch.tensor([gpt2.encode(prompt + answer)])
-        found, board = pretrain.squares_of_tokens(tokens, squares)[0], board_of(prompt)
-        for token, places in zip(gpt2.encode(prompt + answer), found):
+        line, board = gpt2.encode(prompt + answer), board_of(prompt)
+        found = pretrain.squares_of_tokens(torch.tensor([line]), squares)[0]
+        for token, places in zip(line, found):
             pieces = [board.piece_at(place ^ 56) for place in places.nonzero()[:, 0].tolist()]  # a FEN begins at a8
             text = gpt2.token_bytes[token].decode().strip()
             assert not pieces or text == ("".join(map(str, pieces)) if any(pieces) else str(len(pieces)))
