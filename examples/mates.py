@@ -35,7 +35,8 @@ def make_questions(items, count, rng, config):
     moves = [position for kind, position in items if kind == "moves"]
     wanted = max(min(len(mates), round(SHARE * count)), count - len(moves))
     chosen = [("mates", position) for position in rng.sample(mates, wanted)]
-    chosen += [("moves", position) for position in positions.draw(moves, count - len(chosen), rng)]
+    left = count - len(chosen)
+    chosen += [("moves", position) for position in rewards.draw_ordinary(moves, left, left, rng)]
     return [ask(kind, position, config) for kind, position in chosen]
 
 

@@ -5,10 +5,11 @@ import runpy
 import types
 from unittest import mock
 
+import chess
 import pytest
 
 import train
-from experiments import estimators, seeds, variants
+from experiments import estimators, every_question, seeds, variants
 from nanorook import settings
 from nanorook.statistics import figure
 from nanorook.tables import table as show
@@ -158,3 +159,40 @@ def test_estimators_are_compared_on_each_task_before_and_after(tmp_path, monkeyp
     for *_, given in estimators.TASKS.values():
         task = importlib.import_module(given["TASK"].removesuffix(".py").replace("/", "."))
         assert all(hasattr(train, name) or hasattr(task, name) for name in given)
+
+
+def test_every_held_out_position_is_asked_in_every_kind(monkeypatch):
+    for name in every_question.KINDS["policy"]:  # which the program changes
+        monkeypatch.setattr(train.task, name, getattr(train.task, name))
+    found = train.task.load("builtin", None)[1]
+    moves = [item for item in found if item[0] == "moves"]
+    few = found[:3] + [item for item in moves if chess.Board(item[1].fen).is_check()][:1] + moves[:5]
+    monkeypatch.setattr(every_question, "load_items", lambda *_: ([], few))
+    figures = every_question.ask(train.task.start_model())
+    counts = {name: len(values) for name, values in figures.items()}
+    assert [*counts] == every_question.ROWS
+    assert all(count == (3 if name.startswith("mates") else 6) for name, count in counts.items())
+    for legal, illegal in zip(*(figures[f"environment next_state_{move} T=0"] for move in ("legal", "illegal"))):
+        assert (legal is None) != (illegal is None)
+
+
+def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, monkeypatch, capsys):
+    """Sixty questions and two runs: all answers to `mates mate` get better, and two of 60 to `mates legal`."""
+    start = dict.fromkeys(every_question.ROWS, [0.0] * 60)
+    better = start | {"mates mate T=0": [1.0] * 60, "mates legal T=1": [1.0, 1.0] + [0.0] * 58}
+    asked = []
+    monkeypatch.setattr(every_question, "ask", lambda source: asked.append(source) or (better if asked[1:] else start))
+    monkeypatch.setattr("sys.argv", ["every_question", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        every_question.main()
+    assert "has no finished run seed-N" in capsys.readouterr().err
+    for name in ("seed-0", "seed-1", "seed-2"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(every_question, "finished", lambda folder: folder.name != "seed-2")
+    for _ in range(2):
+        every_question.main()
+        table = re.sub(" +", " ", capsys.readouterr().out)
+        assert "| mates mate T=0 | 0.0 | 100.0 | +100.0 ± 6.0 * |" in table
+        assert "| mates legal T=1 | 0.0 | 3.3 | +3.3 ± 6.7 |" in table
+    assert asked == [train.task.start_model(), *(str(tmp_path / f"seed-{n}" / "model") for n in "01")]
+    assert seeds.read(tmp_path / "every_question.json")["rows"][1][1:3] == ["0.0", "100.0"]

@@ -172,6 +172,18 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
     assert [p.fen for p in mating.find([mate, quiet, later])] == looked == [MATE_IN_ONE]
 
 
+@pytest.mark.parametrize("task", [rewards, mates])
+def test_a_quarter_of_the_questions_for_a_legal_move_are_about_positions_in_check(task, positions):
+    config, items = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0]
+    for seed in range(5):
+        asked = task.make_questions(items, 80, random.Random(seed), config)
+        groups = [P.groups(question.prompt) for question in asked if question.kind == "moves"]
+        assert len({question.prompt for question in asked}) == 80
+        assert groups.count(["in_check"]) == round(0.25 * len(groups))
+    ordinary = [position for kind, position in items if kind == "moves"][:200]
+    assert {*rewards.draw_ordinary(ordinary, 200, 190, random.Random(0))} == {*ordinary}  # where all are asked for
+
+
 def test_fewer_positions_than_questions_are_filled_up_with_mates():
     items = [("mates", Position(MATE_IN_ONE, (), ()))] * 9 + [("moves", Position(START, (), (("e2e4", 30),)))]
     asked = rewards.make_questions(items, 10, random.Random(0), SimpleNamespace(extra={}))

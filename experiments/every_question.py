@@ -1,0 +1,90 @@
+"""What runs of chess gain on all held-out questions: every position asked in every kind, and every mate in one.
+
+    python -m experiments.seeds OUT --seeds 3 EVAL_EVERY=0    makes the runs
+    python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
+
+The evaluation of a run asks for few whole answers, and about few positions in check. ROWS are the figures in which the
+default run is not to fall. A star marks those that changed beyond chance: the error rate of 5 % is for all of them
+together. Intervals hold for other seeds and other questions. OUT/every_question.json records the table, and
+OUT/asked.json the value of each question; models that are in it are not asked again.
+"""
+
+import argparse
+import os
+import random
+from pathlib import Path
+from statistics import fmean
+
+import train
+from experiments.seeds import read, record
+from model import GPT
+from nanorook import hardware, tables
+from nanorook.run import finished
+from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
+from nanorook.task import load_items, make_questions, start_model
+
+KINDS = {  # settings of the task with which all questions are of these kinds
+    "moves and mates": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 1},
+    "policy": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 0},
+    "environment": {"MIX_ENV_RATIO": 1, "MIX_FIRST_RATIO": 0},
+}
+FIGURES = "mates mate", "mates legal", "moves legal", "moves legal_in_check", "policy reward"
+FIGURES += "environment next_state_legal", "environment next_state_illegal"
+ROWS = [f"{figure} T={heat}" for figure in FIGURES for heat in (0, 1)]
+
+
+def ask(source):
+    """{row: the values of its questions} of a model."""
+    device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
+    model, found = GPT.load(source).to(device).set_compute_dtype(dtype), {}
+    _, held_out = load_items(train.task, train.DATA, model.config)
+    mates = sum(kind == "mates" for kind, _ in held_out)
+    for kinds, mix in KINDS.items():
+        vars(train.task).update(mix)
+        count = len(held_out) - mates * (kinds != "moves and mates")
+        questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
+        found |= {name: values for name, (_, _, values) in train.evaluate(model, questions)[0].items()}
+    for heat in (0, 1):
+        state, illegal = (found[f"environment next_state{what} T={heat}"] for what in ("", "_illegal"))
+        found[f"environment next_state_legal T={heat}"] = [x if i is None else None for x, i in zip(state, illegal)]
+    return {name: found[name] for name in ROWS}
+
+
+def rows(start, runs):
+    """The rows of the table, its heading first, of the answers of the start model and of the runs."""
+    gains = {}
+    for name in ROWS:
+        values = [differences(start[name], run[name]) for run in runs]
+        shared = shared_variance([range(len(start[name]))] * len(runs), values)  # all were asked the same questions
+        gains[name] = over_seeds([gain(start[name], run[name]) for run in runs], shared)
+    changed, result = beyond_chance(gains), [["", "before", "after", "gain"]]
+    for name in ROWS:
+        before, after = (100 * fmean(fmean(known(run[name])) for run in some) for some in ([start], runs))
+        star = " *" if name in changed else "  "
+        gained = with_interval(*(100 * x for x in gains[name]), "+.1f") + star
+        result.append([name, f"{before:.1f}", f"{after:.1f}", gained])
+    return result
+
+
+def main():
+    p = argparse.ArgumentParser("python -m experiments.every_question", description=__doc__.split("\n")[0])
+    p.add_argument("out", type=Path, help="the folder of experiments.seeds")
+    out = p.parse_args().out
+    file = out / "asked.json"
+    found = read(file) if file.exists() else {}
+    models = {"start": start_model(train.task)}
+    models |= {folder.name: str(folder / "model") for folder in sorted(out.glob("seed-*")) if finished(folder)}
+    if len(models) == 1:
+        p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
+    for name, source in models.items():
+        if name not in found:
+            print(f"asking {os.path.relpath(source)}", flush=True)
+            found[name] = ask(source)
+            record(file, found)
+    table = rows(found["start"], [found[name] for name in models if name != "start"])
+    record(out / "every_question.json", {"rows": table})
+    print(tables.table(table, markdown=True))
+
+
+if __name__ == "__main__":
+    main()
