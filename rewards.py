@@ -26,14 +26,14 @@ from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.05, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
-MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.95, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.04, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
+MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.96, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
-DEFAULTS = {}  # chess uses train.py's
+DEFAULTS = {"KL_COEF": 0.07}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 ILLEGAL_SHARE = 1 / 3  # of the moves asked about; with fewer, the model stops recognising them
