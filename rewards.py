@@ -37,7 +37,7 @@ DEFAULTS = {"KL_COEF": 0.07}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 ILLEGAL_SHARE = 1 / 3  # of the moves asked about; with fewer, the model stops recognising them
-CHECK_SHARE = 1 / 4  # of the positions asked about for a legal first move; games have fewer, and the model forgets them
+CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in twelve
 
 
 def start_model():
@@ -71,7 +71,7 @@ def make_questions(items, count, rng, config):
     text_format, environment = chess_format(config), math.ceil(count * MIX_ENV_RATIO)
     first = math.floor((count - environment) * MIX_FIRST_RATIO)  # so that a small step has whole answers, too
     mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
-    others = iter(draw_ordinary(others, count - len(mates), first - len(mates), rng))
+    others = iter(draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng))
     questions = [environment_question(p, rng, text_format) for p in islice(others, environment)]
     questions += [policy_question(p, text_format) for p in islice(others, count - environment - first)]
     questions += [first_question("moves", p, text_format) for p in others]
@@ -79,11 +79,12 @@ def make_questions(items, count, rng, config):
 
 
 def draw_ordinary(found, count, moves, rng):
-    """`count` positions, of which the last `moves` are for questions about moves: CHECK_SHARE of these are in check,
-    unless eight times as many positions have fewer."""
+    """`count` positions. The last `moves` are for questions about moves, and CHECK_SHARE of these are in check, or fewer
+    if eight times as many positions, drawn at random, do not hold that many."""
     drawn = positions.draw(found, min(8 * count, len(found)), rng)
-    checks = [p for p in drawn if chess.Board(p.fen).is_check()][: max(0, round(CHECK_SHARE * moves))]
-    others = [p for p in drawn if p not in checks]
+    drawn, others = drawn[count - moves :], drawn[: count - moves]
+    checks = [p for p in drawn if chess.Board(p.fen).is_check()][: round(CHECK_SHARE * moves)]
+    others += [p for p in drawn if p not in checks]
     return others[: count - len(checks)] + checks
 
 

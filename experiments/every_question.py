@@ -60,7 +60,7 @@ def rows(start, runs):
     changed, result = beyond_chance(gains), [["", "before", "after", "gain"]]
     for name in ROWS:
         before, after = (100 * fmean(fmean(known(run[name])) for run in some) for some in ([start], runs))
-        star = " *" if name in changed else "  "
+        star = " *" if name in changed else ""
         gained = with_interval(*(100 * x for x in gains[name]), "+.1f") + star
         result.append([name, f"{before:.1f}", f"{after:.1f}", gained])
     return result

@@ -174,12 +174,14 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
 
 @pytest.mark.parametrize("task", [rewards, mates])
 def test_a_quarter_of_the_questions_for_a_legal_move_are_about_positions_in_check(task, positions):
-    config, items = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0]
-    for seed in range(5):
+    config, items, others = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0], []
+    for seed in range(20):
         asked = task.make_questions(items, 80, random.Random(seed), config)
-        groups = [P.groups(question.prompt) for question in asked if question.kind == "moves"]
         assert len({question.prompt for question in asked}) == 80
+        groups = [P.groups(question.prompt) for question in asked if question.kind == "moves"]
         assert groups.count(["in_check"]) == round(0.25 * len(groups))
+        others += [P.groups(question.prompt) for question in asked if question.kind == "policy"]
+    assert task is mates or 0 < others.count(["in_check"]) < len(others) / 5  # as often as in games
     ordinary = [position for kind, position in items if kind == "moves"][:200]
     assert {*rewards.draw_ordinary(ordinary, 200, 190, random.Random(0))} == {*ordinary}  # where all are asked for
 
