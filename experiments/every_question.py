@@ -3,10 +3,10 @@
     python -m experiments.seeds OUT --seeds 3 EVAL_EVERY=0    makes the runs
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
 
-The evaluation of a run asks for few whole answers, and about few positions in check. ROWS are the figures in which the
-default run is not to fall. A star marks those that changed beyond chance: the error rate of 5 % is for all of them
-together. Intervals hold for other seeds and other questions. OUT/every_question.json records the table, and
-OUT/asked.json the value of each question; models that are in it are not asked again.
+The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance:
+the error rate of 5 % is for all of them together. Intervals hold for other seeds and other questions.
+OUT/every_question.json records the table, and OUT/asked.json the value of each question; models that are in it are not
+asked again.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ROWS = [f"{figure} T={heat}" for figure in FIGURES for heat in (0, 1)]
 
 
 def ask(source):
-    """{row: the values of its questions} of a model."""
+    """{row: the values of its questions} of a model. Changes the task's settings."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     model, found = GPT.load(source).to(device).set_compute_dtype(dtype), {}
     _, held_out = load_items(train.task, train.DATA, model.config)
