@@ -82,7 +82,7 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
     row = toy_run(STEPS=2, LR=1e-2, KL_COEF=0.2, GROUP_SIZE=3, LR_SCHEDULE="constant")[1]
     assert row["lr"] == 1e-2
     printed = capsys.readouterr().out
-    assert "KL_COEF was 0.1 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
+    assert "KL_COEF was 0.07 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
     made = []
     adamw = lambda model: made.append(torch.optim.AdamW(model.parameters(), weight_decay=0.5)) or made  # noqa: E731
     monkeypatch.setattr(train, "make_optimizers", adamw)
