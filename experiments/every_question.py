@@ -10,7 +10,6 @@ asked again.
 """
 
 import argparse
-import os
 import random
 from pathlib import Path
 from statistics import fmean
@@ -78,7 +77,7 @@ def main():
         p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
     for name, source in models.items():
         if name not in found:
-            print(f"asking {os.path.relpath(source)}", flush=True)
+            print(f"asking {source}", flush=True)
             found[name] = ask(source)
             record(file, found)
     table = rows(found["start"], [found[name] for name in models if name != "start"])
