@@ -26,17 +26,17 @@ from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.04, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
-MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.96, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.055, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
+MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.97, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
-DEFAULTS = {"KL_COEF": 0.07}
+DEFAULTS = {"KL_COEF": 0.08}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
-ILLEGAL_SHARE = 1 / 3  # of the moves asked about; with fewer, the model stops recognising them
+ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, the model gets worse at recognising them
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in twelve
 
 
@@ -72,7 +72,7 @@ def make_questions(items, count, rng, config):
     first = math.floor((count - environment) * MIX_FIRST_RATIO)  # so that a small step has whole answers, too
     mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
     others = iter(draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng))
-    questions = [environment_question(p, rng, text_format) for p in islice(others, environment)]
+    questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in islice(others, environment)]
     questions += [policy_question(p, text_format) for p in islice(others, count - environment - first)]
     questions += [first_question("moves", p, text_format) for p in others]
     return questions + [first_question("mates", p, text_format) for p in mates]
@@ -180,7 +180,7 @@ def first_question(kind, position, text_format):
     return Question(kind, prompt, rungs, stop=" ", stop_after=int(prompt.endswith(":")))
 
 
-def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
+def environment_question(position, rng, text_format, illegal_share=1 / 3):
     """Asks about the position's own move, or a random one; none leads from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.asked
     if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by the 75-move rule, rare in games
