@@ -1,6 +1,7 @@
 """GRPO as pure functions on tensors: credit, advantages, the policy losses, KL, entropy.
 
-Rows are completions: N = B·G of them, the G of a group next to each other; T completion tokens, V vocabulary.
+Rows are completions: N = B·G of them, the G of a group next to each other. T is the number of completion tokens,
+V the size of the vocabulary.
 A `mask` (N, T) is true on completion tokens, the end token included. Values outside it never count, not even NaN.
 Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """

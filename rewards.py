@@ -104,9 +104,11 @@ def question(text, config):
 
 def typed_move(board, san):
     try:
-        return board.parse_san(san).uci()
+        if move := board.parse_san(san):  # "--" and "Z0" are null moves
+            return move.uci()
     except ValueError:
-        fail(f"{san!r:.80} is not a legal move in {board.fen()}; use the form e2e4 for any move, legal or not.")
+        pass
+    fail(f"{san!r:.80} is not a legal move in {board.fen()}; use the form e2e4 for any move, legal or not.")
 
 
 def typed_board(fen):
@@ -365,7 +367,10 @@ def grade_first(question, text):
     move, weights = found[1] if found else "", FIRST_WEIGHTS[question.kind]
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
-    return [(name, weights[name] * reached) for name, reached in metrics.items()], metrics
+    pieces = [(name, weights[name] * reached) for name, reached in metrics.items()]
+    if question.kind == "moves" and "top5" not in metrics:
+        metrics["unlabelled"] = True
+    return pieces, metrics
 
 
 # ---- A: the environment ------------------------------------------------------------------------------------

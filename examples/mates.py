@@ -63,7 +63,8 @@ def grade(question, text, hit_limit=False):
 def make(out, files):
     """Writes the positions in which the engine's best move mates, a FEN in each line, ordered by their boards."""
     found = positions.distinct(position for file in files for position in positions.load(file))
-    mates = sorted(position.fen for position in found if position.moves and position.moves[0][1] == MATE - 1)
+    mates = [position for position in found if position.moves and position.moves[0][1] == MATE - 1]
+    mates = sorted(position.fen for position in mates if positions.is_sound(position))
     with open(out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
         zipped.write("".join(f"{fen}\n" for fen in mates).encode())
 

@@ -74,13 +74,14 @@ def tell(sentence, name, other, city, other_city, age):
 def grade(question, text, hit_limit=False):
     """A fifth each for JSON and nothing else, for the three keys, and for each right value, in a fence or not."""
     try:
-        is_json = isinstance(json.loads(text), dict)
+        record = json.loads(text, object_pairs_hook=tuple)  # so that no key is lost, not even one that comes twice
     except (ValueError, RecursionError):
-        is_json = False
-    keys = is_json and re.findall(r'"(\w+)"\s*:', text) == [*question.truth]
+        record = None
+    is_json = isinstance(record, tuple)
+    keys = is_json and [key for key, _ in record] == [*question.truth]
     pieces = [("json", 0.2 * is_json), ("keys", 0.2 * keys)]
     for key, value in question.truth.items():
-        found = re.search(rf'"{key}"\s*:\s*("[^"]*"|\d+)', text)
+        found = re.search(rf'"{key}"\s*:\s*("[^"]*"|\d+)(?=\s*[,}}]|\s*$)', text)
         right = found is not None and found[1] == json.dumps(value)
         pieces.append((key, 0.2 * right, *([found.span(1)] if found else [])))
     right = keys and all(value for _, value, *_ in pieces)

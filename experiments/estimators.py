@@ -1,6 +1,6 @@
 """What SCALE_REWARDS and BEST_OF are worth: tasks with their own settings, whose advantages are computed in four ways.
 
-    python -m experiments.estimators runs/estimators --only letters ocaml sums-result
+    python -m experiments.estimators runs/estimators --only letters ocaml sums sums-result
 
 Each run is made by train.py in OUT/TASK-ESTIMATOR-SEED. Runs that estimators.json beside this program records are not
 made again. It prints the table for docs/choices.md, of all that is recorded. In it, "start" is the model before these

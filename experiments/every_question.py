@@ -22,6 +22,7 @@ from nanorook.run import finished
 from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
 from nanorook.task import load_items, make_questions, start_model
 
+ASKED = {"TASK": "rewards.py", "MODEL": "", "DATA": "builtin"}  # settings of all runs, and of this program
 KINDS = {  # settings of the task with which all questions are of these kinds
     "moves and mates": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 1},
     "policy": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 0},
@@ -69,12 +70,16 @@ def main():
     p = argparse.ArgumentParser("python -m experiments.every_question", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path, help="the folder of experiments.seeds")
     out = p.parse_args().out
+    made = [folder for folder in sorted(out.glob("seed-*")) if finished(folder)]
+    if not made:
+        p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
+    for folder in made:
+        if not ASKED.items() <= read(folder / "settings.json").items():
+            p.error(f"{folder} was trained with another TASK, MODEL or DATA than the default, of which this table is.")
     file = out / "asked.json"
     found = read(file) if file.exists() else {}
     models = {"start": start_model(train.task)}
-    models |= {folder.name: str(folder / "model") for folder in sorted(out.glob("seed-*")) if finished(folder)}
-    if len(models) == 1:
-        p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
+    models |= {folder.name: str(folder / "model") for folder in made}
     for name, source in models.items():
         if name not in found:
             print(f"asking {source}", flush=True)

@@ -1,8 +1,8 @@
 """Dashboards: REPORT_TO=wandb, trackio or tensorboard sends a run there. No other run needs these packages.
 
 Each gets the settings, the metrics of every step, held-out skill with the ends of its intervals, and some graded
-answers. A resumed run continues its record: in wandb by its id, which needs wandb's server (offline, the run begins
-another record), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard.
+answers. A resumed run continues its record: in wandb by its id, which needs wandb's server (offline, each start makes a
+folder with that id), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard.
 """
 
 import atexit

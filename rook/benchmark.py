@@ -28,7 +28,7 @@ from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
 from nanorook.task import graded
 from rook import games, mating
-from rook.positions import Position, distinct, load, mating_moves
+from rook.positions import Position, distinct, draw, is_sound, load, mating_moves
 
 TRIES = 16  # answers to each question of pass@k
 BANDS = {0: "below 1000", 1000: "1000 to 1499", 1500: "1500 to 1999", 2000: "2000 and above"}  # of Lichess ratings
@@ -110,7 +110,7 @@ def read_puzzles(path, most):
             elif start.startswith("PuzzleId,"):
                 found = read_lichess(csv.DictReader(file), most)
             else:
-                lines = load(path)
+                lines = [p for p in load(path) if is_sound(p)]
                 best = [(p, [uci for uci, cp in p.moves if cp == p.moves[0][1]]) for p in lines if p.moves]
                 found = {POLICY: [Puzzle(*p) for p in best], ENVIRONMENT: [Puzzle(p) for p in lines if p.asked]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
@@ -164,9 +164,9 @@ def main():
     if not held:
         fail(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
-    chosen = rng.sample(held, min(a.positions, len(held)))
+    chosen = draw(held, min(a.positions, len(held)), rng)
     pool = distinct([*held, *(mating.embedded()[1] if "builtin" in a.data else [])])
-    mates = with_mate(chess.Board(position.fen) for position in rng.sample(pool, len(pool)))
+    mates = with_mate(chess.Board(p.fen) for p in rng.sample(pool, len(pool)) if is_sound(p))
     asked = {"mate in one": mates[: a.positions]} if mates else {}
     for row, puzzles in (item for file in a.puzzles for item in read_puzzles(file, a.positions).items()):
         asked[row] = [*asked.get(row, []), *puzzles][: a.positions]

@@ -145,7 +145,7 @@ def run(args):
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
     if args.source:
-        given = [position for name in args.source for position in positions.load(name)]
+        given = [p for name in args.source for p in positions.load(name) if positions.is_sound(p)]
         settings["from"] = zlib.crc32(repr(given).encode())
         wanted = min(args.positions or len(given), len(given))
         every_unit = (given[at : at + CHUNK] for at in range(0, len(given), CHUNK))

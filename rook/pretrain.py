@@ -255,6 +255,8 @@ def main():
     device = hardware.choose_device(args.device)
     torch.manual_seed(args.seed)
     model = (GPT.load(args.init) if args.init else new_model(args)).to(device)
+    if type(model) is not GPT:
+        fail(f"--init: {args.init} is no GPT-2, and only GPT-2 can be trained here; name another folder.")
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
     labelled = [p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p)]
     labelled, held_out = positions.split(labelled)

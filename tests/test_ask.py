@@ -61,8 +61,27 @@ def test_other_tasks(capsys, toy_model):
     assert output(capsys, toy_model, TOY).count("\ntruth: ") == ask.HELD_OUT
 
 
+OWN = """
+from toy import *
+DEFAULTS = dict(DATA="elsewhere", TEMPERATURE=0.5)
+
+def load(source, config):
+    return [source], [source]
+
+def make_questions(items, count, rng, config):
+    return [Question("short", items[0], 7)]
+"""
+
+
+def test_a_tasks_own_defaults_hold(capsys, toy_model, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    asked = output(capsys, toy_model, f"TASK={tmp_path}/own.py")
+    assert asked.startswith("short: elsewhere\n") and "  T=0.5  -> " in asked
+
+
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
-WRONG |= {f"{FEN} Nf4": "'Nf4' is not a legal move in rnbq", "8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
+WRONG |= {f"{FEN} {move}": f"'{move}' is not a legal move in rnbq" for move in ("Nf4", "Z0")}
+WRONG |= {"8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
 WRONG |= {"hello TASK=examples/letters.py": "'hello' is not five different letters"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1": "no move", f"{'.' * 30} {TOY}": "30 tokens leaves no room"}

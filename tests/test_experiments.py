@@ -2,6 +2,7 @@ import importlib
 import json
 import re
 import runpy
+import shutil
 import types
 from unittest import mock
 
@@ -186,9 +187,14 @@ def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, mon
     with pytest.raises(SystemExit):
         every_question.main()
     assert "has no finished run seed-N" in capsys.readouterr().err
-    for name in ("seed-0", "seed-1", "seed-2"):
-        (tmp_path / name).mkdir()
     monkeypatch.setattr(every_question, "finished", lambda folder: folder.name != "seed-2")
+    for name, model in (("seed-0", ""), ("seed-1", "mine"), ("seed-2", "")):
+        (tmp_path / name).mkdir()
+        seeds.record(tmp_path / name / "settings.json", every_question.ASKED | {"MODEL": model, "SEED": 0})
+    with pytest.raises(SystemExit):
+        every_question.main()
+    assert "seed-1 was trained with another TASK, MODEL or DATA" in capsys.readouterr().err
+    shutil.copy(tmp_path / "seed-0/settings.json", tmp_path / "seed-1")
     for _ in range(2):
         every_question.main()
         table = re.sub(" +", " ", capsys.readouterr().out)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,15 @@ from toy import ROOT
 
 STAGES = "label pretrain-tiny decay-tiny pretrain-gpt2 before-tiny before-gpt2 grpo-tiny after-tiny".split()
 STAGES.append("bench")
+
+
+def test_a_stage_that_needs_a_model_says_so(bpe_folder, tmp_path):
+    env = os.environ | dict(OUT=str(tmp_path / "gpu"), TINY="1", PYTHON=sys.executable, GPT2_TOKENIZER=str(bpe_folder))
+    command = [str(ROOT / "experiments/gpu/run.sh"), "grpo-ocaml"]
+    found = subprocess.run(command, env=env | {"POSITIONS": "builtin"}, capture_output=True, text=True)
+    assert found.returncode and found.stderr.endswith(
+        "grpo-gsm8k needs QWEN, and grpo-ocaml needs CODER (README.md).\n"
+    )
 
 
 @pytest.mark.slow
@@ -40,4 +50,8 @@ def test_from_labels_to_tables_through_a_kill(bpe_folder, tmp_path):
     summary = (out / "summary.md").read_text()
     assert "\nCost: 2 steps, " in summary and "\n    W3 whole step" in summary
     assert re.search(r"^\| policy legal T=0 +\| .* \| +[+-]\S+ ± .* \|", summary, re.M), summary
+    env |= {"OUT": str(tmp_path / "other"), "POSITIONS": str(out / "positions.txt.gz")}
+    shutil.copytree(out / "tiny", tmp_path / "other" / "tiny")
+    measured = subprocess.run([command, "before-tiny"], env=env, capture_output=True, text=True)
+    assert measured.returncode == 0 and "before-tiny: finished" in measured.stdout, measured.stderr
     assert re.findall(r"^## (\S+): finished, \d+ s$", summary, re.M) == STAGES

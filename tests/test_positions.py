@@ -11,6 +11,7 @@ from examples import mates
 from rook import positions as P
 from rook.label import write_position
 from rook.positions import Position
+from rook.stockfish import MATE
 from rook.texts import mirror, mirror_move
 
 START = chess.STARTING_FEN
@@ -214,6 +215,14 @@ def test_wrong_lines_that_were_not_verified_are_replaced_when_they_are_drawn(pos
                 assert P.contract_board(question.prompt[3:].split("M:")[0].split("+")[0].strip())[:20] in "".join(lines)
     with pytest.raises(SystemExit, match="error: too many lines are wrong, see above"):
         P.draw([position for position in items if position not in positions], 1, random.Random(0))
+
+
+def test_no_line_that_was_not_verified_becomes_a_mate(tmp_path, monkeypatch):
+    monkeypatch.setattr(P, "VERIFIED_LINES", 0)
+    mate, wrong = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1", "6k1/8p/8/8/8/8/5PPP/R5K1 w - - 0 1"
+    lines = [f"{fen};;a1a8:{MATE - 1}" for fen in (wrong, mate)]
+    mates.make(tmp_path / "mates.gz", [save(tmp_path / "some", lines)])
+    assert P.read_text(tmp_path / "mates.gz") == f"{mate}\n"
 
 
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys, monkeypatch):

@@ -284,6 +284,13 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
     assert model.config.vocab_size == model.tokenizer.vocab_size
 
 
+def test_another_architecture_is_refused_before_the_first_step(run, few, monkeypatch, byte_model):
+    llama = type("Llama", (GPT,), {})(byte_model.config)
+    monkeypatch.setattr(GPT, "load", lambda source: llama)
+    with pytest.raises(SystemExit, match="--init: some/llama is no GPT-2"):
+        run("m", "--data", few, "--init", "some/llama")
+
+
 def test_a_folder_that_is_not_its_own_is_refused_before_the_first_step(run, few, tmp_path):
     weights = shutil.copytree("weights/tiny", tmp_path / "m") / "model.safetensors"
     before = weights.read_bytes()

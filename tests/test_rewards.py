@@ -276,6 +276,8 @@ def test_an_engine_is_asked_where_labels_lack_and_without_one_the_ladder_ends_at
     unknown = sum(POLICY_WEIGHTS[name] for name in ("candidates", "evals", "top5", "loss", "best"))
     assert legal.reward == pytest.approx(1 - unknown) and legal.reward > illegal.reward
     assert legal.metrics["unlabelled"] == 1.0 and not {"top5", "best", "candidates"} & legal.metrics.keys()
+    first = rewards.first_question("moves", Position(START, (), ()), "squares")
+    assert rewards.grade(first, f"{moves[0]} ").metrics == {"structure": 1.0, "legal": 1.0, "unlabelled": 1.0}
     engine.reset_mock()
     engine.label.side_effect = label
     for text in GOOD, "M: e2e4 E: 0 B: e2e4":

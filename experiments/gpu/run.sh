@@ -9,8 +9,9 @@
 set -euo pipefail
 root=$(realpath "$(dirname "$0")/../..")
 OUT=$(realpath -m "${OUT:-$root/runs/gpu}") # before cd, so that it is where the caller means
-[ -z "${POSITIONS:-}" ] || POSITIONS=$(realpath "$POSITIONS")
-[ -z "${GPT2_TOKENIZER:-}" ] || GPT2_TOKENIZER=$(realpath "$GPT2_TOKENIZER")
+for name in POSITIONS GPT2_TOKENIZER STOCKFISH_PATH QWEN GSM8K CODER; do # a model may also be an id on the hub
+    [ ! -e "${!name:-}" ] || printf -v "$name" %s "$(realpath "${!name}")"
+done
 cd "$root"
 carried=$root/experiments/gpu
 PYTHON=${PYTHON:-python3}
@@ -38,7 +39,7 @@ flock -w 10 9 || fail "$OUT is in use by another run, or by what one has left; w
 # ----------------------------------------------------------------------------------------------------------------------
 # What has to be there. Wheels are unpacked rather than installed: a bare machine may have no pip.
 
-packages="chess tiktoken safetensors rapidfuzz tqdm numpy"
+packages="chess tiktoken safetensors rapidfuzz tqdm numpy${QWEN:+ huggingface_hub}${CODER:+ huggingface_hub}"
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH}
 missing() {
     "$PYTHON" -c "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])" "$@"
@@ -142,6 +143,7 @@ summarize() {
     mv "$OUT/summary.md.tmp" "$OUT/summary.md"
 }
 
+positions=${POSITIONS:-$OUT/positions.txt.gz}
 workers=$(($(nproc) > 3 ? $(nproc) - 2 : 1))
 shape_gpt2="--positions 1024 --layers 12 --width 768 --heads 12"
 format_gpt2="--format rookworld${GPT2_TOKENIZER:+ --tokenizer $GPT2_TOKENIZER}"
@@ -152,9 +154,8 @@ if [ -n "${TINY:-}" ]; then
     tiny="--layers 1 --width 64 --heads 2 --rows 14 --eval-every 120 --eval-positions 2 --workers 1 --dtype float32"
     tiny+=" --lr 0.005 --lr-matrix 0.03" # in so few steps an answer's form is learnt and no more
     gpt2="$tiny --positions 512" steps_tiny=480 steps_gpt2=40
-    table="--positions 4 --self-play 1 --data $OUT/positions.txt.gz"
+    table="--positions 4 --self-play 1 --data $positions"
     grpo="STEPS=2 BATCH_POSITIONS=4 GROUP_SIZE=4 EVAL_POSITIONS=4 DTYPE=float32 TEMPERATURE=0.5 MIX_FIRST_RATIO=1"
-    grpo_tiny=$grpo grpo_gpt2=$grpo
     bench=("$PYTHON" -m tools.bench W3 --runs 1 --only nanorook)
 else
     label="--positions 600000 --seed 1"
@@ -163,8 +164,6 @@ else
     tiny="--rows 512 --eval-every 2500 --half --workers $workers"
     gpt2="$shape_gpt2 --rows 256 --eval-every 500 --lr 0.0006 --workers $workers"
     grpo="STEPS=100000 LR_SCHEDULE=constant BATCH_POSITIONS=64 GROUP_SIZE=8 EVAL_EVERY=0 SAVE_EVERY=50"
-    grpo_tiny=$grpo
-    grpo_gpt2="$grpo CLIP_RANGE=0.1" # LR and TEMPERATURE are those of its size
 fi
 
 # decay NAME OUT ...: pretraining continues for a tenth of its steps so far, over which its learning rate falls to zero.
@@ -174,7 +173,6 @@ decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stoppe
 exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON
 
-positions=${POSITIONS:-$OUT/positions.txt.gz}
 [ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m rook.label "$positions" $label
 if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
     sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
@@ -189,8 +187,8 @@ stage pretrain-gpt2 14 "$PYTHON" -m rook.pretrain "${gpt2[@]}" --steps $steps_gp
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table
-stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo_tiny
-stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo_gpt2
+stage grpo-tiny 8 "$PYTHON" train.py MODEL="$OUT/tiny" OUT_DIR="$OUT/grpo-tiny" $grpo
+stage grpo-gpt2 12 "$PYTHON" train.py MODEL="$OUT/gpt2" OUT_DIR="$OUT/grpo-gpt2" $grpo
 stage after-tiny 5 "${evaluate[@]}" "$OUT/tiny" "$OUT/grpo-tiny/model" $table
 stage after-gpt2 6 "${evaluate[@]}" "$OUT/gpt2" "$OUT/grpo-gpt2/model" $table
 # Not measured. They come on top of the half hour, and only where a model is named: an id on the hub, or a folder.
@@ -200,4 +198,5 @@ long="STEPS=100000 LR_SCHEDULE=constant EVAL_EVERY=0 EVAL_POSITIONS=200"
 [ -z "${CODER:-}" ] || stage grpo-ocaml 50 "$PYTHON" train.py TASK=examples/ocaml.py MODEL="$CODER" \
     OUT_DIR="$OUT/grpo-ocaml" DTYPE=auto COMPILE=auto $long
 stage bench 18 "${bench[@]}" --json "$OUT/bench.json"
+[ -e "$OUT/summary.md" ] || fail "no stage was run: grpo-gsm8k needs QWEN, and grpo-ocaml needs CODER (README.md)."
 cat "$OUT/summary.md"
