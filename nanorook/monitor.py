@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from nanorook.run import rewind
+from nanorook.run import rewind, write
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned, prompt_text
@@ -225,5 +225,7 @@ def open_log(run, model, questions):
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
     (run.out / "run.json").write_text(json.dumps(about))
+    if run.skill:
+        write(run.out / "skill.json", json.dumps(run.skill))  # with the names and steps of the checkpoint
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)
     return rewind(run.out / "metrics.jsonl", step, "seconds")

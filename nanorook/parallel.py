@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from nanorook import hardware
+from nanorook.settings import fail
 
 
 def rank():
@@ -34,6 +35,8 @@ def log(text):
 def start(device, processes):
     """Joins the other processes, after starting them if necessary; returns the device of this one."""
     if processes > 1 and not launched():
+        if device.type == "cuda" and processes > (found := torch.cuda.device_count()):
+            fail(f"NPROC={processes}, but this machine has {found} GPU(s); use one process for each.")
         launch(processes)
     if device.type == "cuda":
         index = os.environ["LOCAL_RANK"] if launched() else device.index or 0

@@ -190,8 +190,8 @@ def explain(error, task, continuation):
     if isinstance(error, OSError):
         fail(f"a file could not be read or written ({error}); {continuation}")
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-        fail(f"out of memory: set MICROBATCH_TOKENS below the number printed at the start, or lower GROUP_SIZE or the "
-             f"limits on new tokens {task.LIMITS}; {continuation}")  # fmt: skip
+        fail(f"out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start; in sampling, "
+             f"lower BATCH_POSITIONS, GROUP_SIZE or the most new tokens {task.LIMITS}; {continuation}")  # fmt: skip
     if not parallel.another_has_ended(error):
         raise error
     fail(f"another process of this run has ended, see above; {continuation}")
@@ -212,7 +212,7 @@ def to_host(state):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, list):
         return [to_host(value) for value in state]
-    return {key: to_host(value) for key, value in state.items()}
+    return {key: to_host(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 def write_tensors(path, content):

@@ -62,18 +62,21 @@ def differences(before, after):
 
 def gain(before, after):
     """The mean of after - before and its half-width, question by question if both were asked the same ones."""
+    if [value is None for value in before] == [value is None for value in after]:
+        before, after = known(before), known(after)
     if (values := differences(before, after)) is None:
         (a, a_half), (b, b_half) = interval(known(before)), interval(known(after))
         return b - a, math.hypot(a_half, b_half)
     mean, half = interval(values)
-    return mean, half if min(len(known(before)), len(known(after))) > 1 else math.inf
+    few = min(len(known(before)), len(known(after)))  # of which the differences have the degrees of freedom
+    return mean, half * student(few - 1) / student(len(values) - 1) if few > 1 else math.inf
 
 
 def beyond_chance(gains):
     """The names in {name: (mean, half-width of its 95 % interval)} whose mean is not zero. Of many rows a few exclude
     zero by chance, so the error rate of 5 % is for all rows together (Holm, 1979, A Simple Sequentially Rejective
     Multiple Test Procedure). It assumes normal distributions, which the means of dozens of questions have."""
-    ratios = {name: abs(mean) / half if half else math.inf * bool(mean) for name, (mean, half) in gains.items()}
+    ratios = {name: abs(mean) / half if half else math.inf if mean else 0.0 for name, (mean, half) in gains.items()}
     ordered, found = sorted(gains, key=ratios.get, reverse=True), []
     for i, name in enumerate(ordered):
         if not 1.96 * ratios[name] > NormalDist().inv_cdf(1 - 0.025 / (len(ordered) - i)):

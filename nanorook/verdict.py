@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -38,7 +39,7 @@ def verdict(out):
     if not rows or not skill:
         return ["● yellow  The run has not made a step yet."]
     (first, *_, last), (*_, title) = [*skill.values()] * 2, skill  # the same one where there is only one evaluation
-    kinds = [name.removesuffix("/reward") for name in rows[-1] if name.endswith("/reward")]
+    kinds = [name.split("/")[0] for name in rows[-1] if name.split("/")[1:] == ["reward"]]
     gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
     changed = {name: gains[name][0] for name in beyond_chance(gains)}
     shares = [name for name in changed if is_share(name, first, last)]
@@ -112,13 +113,16 @@ def in_words(names, first, last, gains, most=3):
 def collapse(rows, skill, kinds):
     """(kind, its highest mean reward, when, the last) if less than half is left of a reward that was once earned,
     beyond chance; None if no kind has lost so much."""
+    ends = {"before": 0, "after": rows[-1]["step"]}  # all other evaluations are named "step N"
     for kind in kinds:
         parts = [rows[i : i + WINDOW] for i in range(0, len(rows) - WINDOW + 1, WINDOW)]
-        seen = [(f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part]) for part in parts]
-        seen += [("before the run" if title == "before" else f"at {title}", values) for title, skills in skill.items()
-                 for name, (_, _, values) in skills.items()
+        seen = [(part[-1]["step"], f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part])
+                for part in parts]  # fmt: skip
+        seen += [(int(ends.get(title, title[5:])), "before the run" if title == "before" else f"at {title}", values)
+                 for title, skills in skill.items() for name, (_, _, values) in skills.items()
                  if name.startswith(f"{kind} reward T=") and not name.endswith("T=0")]  # fmt: skip
-        seen = [(when, *interval(known(values))) for when, values in seen if known(values)]
+        seen.sort(key=itemgetter(0))  # an evaluation comes after the steps up to it
+        seen = [(when, *interval(known(values))) for _, when, values in seen if known(values)]
         when, peak, half = max(seen, key=lambda item: item[1] - item[2], default=("", 0, 0))
         _, end, end_half = [("", 0, 0), *seen][-1]
         if peak - half > 0 and end + end_half < (peak - half) / 2:

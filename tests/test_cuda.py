@@ -119,6 +119,8 @@ def test_a_process_works_on_the_gpu_that_is_asked_for_or_its_own(gpu, monkeypatc
     assert str(device) == expected and torch.cuda.current_device() == device.index
     with pytest.raises(SystemExit, match="no device cuda:2 to train on"):
         parallel.start(torch.device("cuda:2"), 1)
+    with pytest.raises(SystemExit, match=r"^error: NPROC=3, but this machine has 2 GPU\(s\)"):
+        parallel.start(device, 3)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
     told = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (told | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():

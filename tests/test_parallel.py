@@ -83,7 +83,7 @@ def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, t
 
 def test_where_one_runs_out_of_memory_all_end(two):
     for sentence in (
-        "out of memory: set MICROBATCH_TOKENS below the number printed at the start",
+        "out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start",
         "another process of this run has ended",
     ):
         assert re.search(f"^error: {sentence}.*; the same command starts again.$", two[2], re.MULTILINE)

@@ -60,6 +60,12 @@ def test_a_gain_is_that_of_the_same_questions():
     assert mean == fmean([*after, 9.0]) - 2 and half == math.hypot(interval(before)[1], interval([*after, 9.0])[1])
     some = differences([None, 1.0, 5.0, None], [1.0, 2.0, None, None])  # the mean of those known
     assert fmean(some) == pytest.approx(1.5 - 3.0) and differences([None], [1.0]) is None
+    few = [None] * 98
+    assert gain([*few, 0.0, 0.0], [*few, 1.0, 1.0]) == interval([1.0, 1.0])  # two questions have the metric, not 100
+    before, after = [*few, 1.0, 2.0], [*few[1:], 2.0, 3.0, 4.0]
+    mean, half = gain(before, after)  # the third that has it now does not make the two of before more certain
+    assert mean == pytest.approx(1.5)
+    assert half == pytest.approx(student(1) / student(99) * interval(differences(before, after))[1])
 
 
 def test_what_seeds_share():

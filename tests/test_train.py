@@ -60,7 +60,7 @@ def test_a_start_model_is_not_overwritten_and_bad_settings_delete_nothing(toy_ru
 def test_out_of_memory_is_one_sentence(name, tmp_path, toy_model, monkeypatch):
     monkeypatch.setattr(GPT, name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried ...")))
     said = toy.main(tmp_path, MODEL=toy_model, MICROBATCH_TOKENS=77)
-    assert said.startswith("error: out of memory: set MICROBATCH_TOKENS below the number printed at the start, or")
+    assert said.startswith("error: out of memory: in the update, set MICROBATCH_TOKENS") and "BATCH_POSITIONS" in said
 
 
 def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
@@ -82,7 +82,7 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
     row = toy_run(STEPS=2, LR=1e-2, KL_COEF=0.2, GROUP_SIZE=3, LR_SCHEDULE="constant")[1]
     assert row["lr"] == 1e-2
     printed = capsys.readouterr().out
-    assert "KL_COEF was 0.07 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
+    assert "KL_COEF was 0.08 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
     made = []
     adamw = lambda model: made.append(torch.optim.AdamW(model.parameters(), weight_decay=0.5)) or made  # noqa: E731
     monkeypatch.setattr(train, "make_optimizers", adamw)

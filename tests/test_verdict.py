@@ -118,11 +118,28 @@ def test_a_run_that_learnt_and_collapsed_is_red(said):
     assert "it was 0.80 at step 20 and is 0.00 at the end" in first
 
 
+def test_a_collapse_is_judged_by_what_was_seen_last(said):
+    rising = [row(step, 0.02 * step) for step in range(1, 31)]
+    assert not said({"before": START}, rising)[0].startswith("● red")  # the evaluation was before these steps
+    falling = [row(step, 0.9 if step < 25 else 0.0) for step in range(1, 41)]
+    first, *_ = said({"before": START, "step 20": RISEN}, falling)
+    assert first.startswith("● red  The q reward collapsed") and first.count("is 0.00 at the end")
+
+
+def test_a_piece_of_the_reward_named_reward_is_no_kind(said):
+    rows = [row(step, 0.2, **{"q/earned/reward": 0.04 if step < 25 else 0.01}) for step in range(1, 41)]
+    assert not said({"before": START, "after": START}, rows)[0].startswith("● red")
+    rows = [row(step, 0.0, **{"q/earned/reward": 0.0, "q/reward_max": 0.0}) for step in range(1, 41)]
+    assert said({"before": FALLEN, "after": FALLEN}, rows)[0].startswith("● red  No answer earned anything")
+
+
 def test_a_run_that_was_stopped_says_what_is_known(said):
     first, *_, cost, _ = said({"before": START}, STEADY[:30])
     assert "stopped before a second evaluation" in first and first.endswith("went from 0.21 to 0.21.")
     assert cost.startswith("Cost: 30 of 40 steps") and cost.endswith("last asked before the run.")
-    first, *_, cost, _ = said({"before": START, "step 20": RISEN}, STEADY[:30])
+    first, *_, cost, _ = said(
+        {"before": START, "step 20": RISEN}, STEADY[:20] + [row(step, 0.8) for step in range(21, 31)]
+    )
     assert first.startswith("● green  Rose") and cost.endswith("; held-out questions were last asked at step 20.")
 
 
@@ -135,7 +152,7 @@ def test_among_many_rows_chance_is_counted_once():
     assert beyond_chance({"a": (0.11, 0.1)}) == ["a"]  # alone, an interval that leaves zero out is enough
     many = {str(i): (0.0, 0.1) for i in range(50)}
     assert beyond_chance(many | {"a": (0.11, 0.1)}) == []
-    assert beyond_chance(many | {"a": (-0.3, 0.1), "b": (1.0, 0.0)}) == ["b", "a"]
+    assert beyond_chance({"0": (0.0, 0.0)} | many | {"a": (-0.3, 0.1), "b": (1.0, 0.0)}) == ["b", "a"]
 
 
 def test_an_untouched_folder_has_no_verdict(tmp_path):
