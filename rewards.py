@@ -368,7 +368,7 @@ def grade_first(question, text):
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
     pieces = [(name, weights[name] * reached) for name, reached in metrics.items()]
-    if question.kind == "moves" and "top5" not in metrics:
+    if question.kind == "moves" and "best" not in metrics:
         metrics["unlabelled"] = True
     return pieces, metrics
 

@@ -173,15 +173,18 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
 
 
 @pytest.mark.parametrize("task", [rewards, mates])
-def test_a_quarter_of_the_questions_for_a_legal_move_are_about_positions_in_check(task, positions):
-    config, items, others = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0], []
+def test_a_quarter_of_the_positions_are_in_check_and_half_of_the_moves_asked_about_are_illegal(task, positions):
+    config, items = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0]
+    others, illegal = [], []
     for seed in range(20):
         asked = task.make_questions(items, 80, random.Random(seed), config)
         assert len({question.prompt for question in asked}) == 80
         groups = [P.groups(question.prompt) for question in asked if question.kind == "moves"]
         assert groups.count(["in_check"]) == round(0.25 * len(groups))
         others += [P.groups(question.prompt) for question in asked if question.kind == "policy"]
+        illegal += [question.truth[3] for question in asked if question.kind == "environment"]
     assert task is mates or 0 < others.count(["in_check"]) < len(others) / 5  # as often as in games
+    assert task is mates or 0.4 < sum(illegal) / len(illegal) < 0.6
     ordinary = [position for kind, position in items if kind == "moves"][:200]
     assert {*rewards.draw_ordinary(ordinary, 200, 190, random.Random(0))} == {*ordinary}  # where all are asked for
 
