@@ -36,7 +36,7 @@ RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a posit
 DEFAULTS = {"KL_COEF": 0.08}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
-ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, the model gets worse at recognising them
+ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with one in three, next states after illegal moves got worse
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in twelve
 
 

@@ -82,7 +82,7 @@ def grade(question, text, hit_limit=False):
     pieces = [("json", 0.2 * is_json), ("keys", 0.2 * keys)]
     for key, value in question.truth.items():
         found = re.search(rf'"{key}"\s*:\s*("[^"]*"|\d+)(?=\s*[,}}]|\s*$)', text)
-        right = found is not None and found[1] == json.dumps(value)
+        right = found is not None and found[1] == json.dumps(value) and (not is_json or (key, value) in record)
         pieces.append((key, 0.2 * right, *([found.span(1)] if found else [])))
     right = keys and all(value for _, value, *_ in pieces)
     if hit_limit:

@@ -4,7 +4,8 @@
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
 
 The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance:
-the error rate of 5 % is for all of them together. Intervals hold for other seeds and other questions.
+the error rate of 5 % is for all of them together. Intervals hold for other seeds and other questions;
+that of a single run only for other questions.
 OUT/every_question.json records the table, and OUT/asked.json the value of each question; models that are in it are not
 asked again.
 """
@@ -56,7 +57,8 @@ def rows(start, runs):
     for name in ROWS:
         values = [differences(start[name], run[name]) for run in runs]
         shared = shared_variance([range(len(start[name]))] * len(runs), values)  # all were asked the same questions
-        gains[name] = over_seeds([gain(start[name], run[name]) for run in runs], shared)
+        each = [gain(start[name], run[name]) for run in runs]
+        gains[name] = over_seeds(each, shared) if len(runs) > 1 else each[0]
     changed, result = beyond_chance(gains), [["", "before", "after", "gain"]]
     for name in ROWS:
         before, after = (100 * fmean(fmean(known(run[name])) for run in some) for some in ([start], runs))
@@ -75,7 +77,7 @@ def main():
         p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
     for folder in made:
         if not ASKED.items() <= read(folder / "settings.json").items():
-            p.error(f"{folder} was trained with another TASK, MODEL or DATA than the default, of which this table is.")
+            p.error(f"{folder} was trained with another TASK, MODEL or DATA, but this table is about the default.")
     file = out / "asked.json"
     found = read(file) if file.exists() else {}
     models = {"start": start_model(train.task)}

@@ -36,7 +36,7 @@ def start(device, processes):
     """Joins the other processes, after starting them if necessary; returns the device of this one."""
     if processes > 1 and not launched():
         if device.type == "cuda" and processes > (found := torch.cuda.device_count()):
-            fail(f"NPROC={processes}, but this machine has {found} GPU(s); use one process for each.")
+            fail(f"NPROC={processes}, but this machine has {found} GPU(s); NPROC may be at most {found}.")
         launch(processes)
     if device.type == "cuda":
         index = os.environ["LOCAL_RANK"] if launched() else device.index or 0

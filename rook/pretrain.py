@@ -256,7 +256,7 @@ def main():
     torch.manual_seed(args.seed)
     model = (GPT.load(args.init) if args.init else new_model(args)).to(device)
     if type(model) is not GPT:
-        fail(f"--init: {args.init} is no GPT-2, and only GPT-2 can be trained here; name another folder.")
+        fail(f"--init: {args.init} is not a GPT-2, which is all that rook.pretrain can train; name another model.")
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
     labelled = [p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p)]
     labelled, held_out = positions.split(labelled)

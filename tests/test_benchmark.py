@@ -174,6 +174,14 @@ def test_puzzles_are_solved_by_the_first_candidate_or_the_whole_answer(measure, 
                      "Lichess, all, 2000 and above": 1}  # fmt: skip
 
 
+def test_wrong_lines_that_were_not_verified_are_no_puzzles(tmp_path, monkeypatch):
+    monkeypatch.setattr(positions, "VERIFIED_LINES", 0)
+    mate = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
+    (tmp_path / "some.txt").write_text(f"{chess.STARTING_FEN};;e2e5:10\n{mate};;a1a8:99999\n")
+    found = benchmark.read_puzzles(str(tmp_path / "some.txt"), 9)
+    assert [puzzle.position.fen for puzzle in found[benchmark.POLICY]] == [mate]
+
+
 def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_model, puzzle_files):
     for kind in rewards.LIMITS:
         monkeypatch.setitem(rewards.LIMITS, kind, 8)  # random weights answer nothing, in as many tokens as they may

@@ -202,3 +202,4 @@ def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, mon
         assert "| mates legal T=1 | 0.0 | 3.3 | +3.3 ± 6.7 |" in table
     assert asked == [train.task.start_model(), *(str(tmp_path / f"seed-{n}" / "model") for n in "01")]
     assert seeds.read(tmp_path / "every_question.json")["rows"][1][1:3] == ["0.0", "100.0"]
+    assert every_question.rows(start, [better])[1][3] == "+100.0 ± 6.0 *"  # of one run, for other questions

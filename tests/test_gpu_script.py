@@ -21,9 +21,7 @@ def test_a_stage_that_needs_a_model_says_so(bpe_folder, tmp_path):
     env = os.environ | dict(OUT=str(tmp_path / "gpu"), TINY="1", PYTHON=sys.executable, GPT2_TOKENIZER=str(bpe_folder))
     command = [str(ROOT / "experiments/gpu/run.sh"), "grpo-ocaml"]
     found = subprocess.run(command, env=env | {"POSITIONS": "builtin"}, capture_output=True, text=True)
-    assert found.returncode and found.stderr.endswith(
-        "grpo-gsm8k needs QWEN, and grpo-ocaml needs CODER (README.md).\n"
-    )
+    assert found.returncode and "grpo-ocaml needs CODER" in found.stderr
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ RECORDS = {
     '{"name": "Lena", "age": 31.5, "city": "Oslo"}': (0.8, 1, 0),
     '{"name": "Lena", "age": 31, "city": "Oslo", "other-city": "Rome"}': (0.8, 1, 0),
     '{"name": "Lena", "age": 31, "city": "Oslo", "": 1}': (0.8, 1, 0),
+    '{"name": {"name": "Lena"}, "age": 31, "city": "Oslo"}': (0.8, 1, 0),
     '{"name": "Lena", "age": 31, "city": "Oslo"}': (1, 1, 1),
     '{\n  "name": "Lena",\n  "age": 31,\n  "city": "Oslo"\n}\n': (1, 1, 1),
 }

@@ -69,7 +69,7 @@ def main():
     p.add_argument("model", help="a model folder or hub id")
     p.add_argument("text", nargs="*", help="the question; also TASK=FILE.py and other settings of the task")
     p.add_argument("--answers", type=number(int, 1), default=3, help="number of sampled answers after the greedy one")
-    p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: that of run or task")
+    p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: the run's or the task's")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of answers and of held-out questions")
     a = p.parse_args()
     task = task_file.load(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))

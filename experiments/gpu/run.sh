@@ -39,7 +39,8 @@ flock -w 10 9 || fail "$OUT is in use by another run, or by what one has left; w
 # ----------------------------------------------------------------------------------------------------------------------
 # What has to be there. Wheels are unpacked rather than installed: a bare machine may have no pip.
 
-packages="chess tiktoken safetensors rapidfuzz tqdm numpy${QWEN:+ huggingface_hub}${CODER:+ huggingface_hub}"
+packages="chess tiktoken safetensors rapidfuzz tqdm numpy"
+[ -z "${QWEN:-}${CODER:-}" ] || packages+=" huggingface_hub" # which their tasks import
 export PYTHONPATH=$OUT/packages${PYTHONPATH:+:$PYTHONPATH}
 missing() {
     "$PYTHON" -c "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])" "$@"
@@ -174,7 +175,7 @@ exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.
 export tenth OUT PYTHON
 
 [ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m rook.label "$positions" $label
-if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
+if [ -z "${POSITIONS:-}" ] && [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
     sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
     mv "$positions.tmp" "$positions"
 fi
@@ -198,5 +199,5 @@ long="STEPS=100000 LR_SCHEDULE=constant EVAL_EVERY=0 EVAL_POSITIONS=200"
 [ -z "${CODER:-}" ] || stage grpo-ocaml 50 "$PYTHON" train.py TASK=examples/ocaml.py MODEL="$CODER" \
     OUT_DIR="$OUT/grpo-ocaml" DTYPE=auto COMPILE=auto $long
 stage bench 18 "${bench[@]}" --json "$OUT/bench.json"
-[ -e "$OUT/summary.md" ] || fail "no stage was run: grpo-gsm8k needs QWEN, and grpo-ocaml needs CODER (README.md)."
+[ -e "$OUT/summary.md" ] || fail "no stage was run: grpo-gsm8k needs QWEN, grpo-ocaml needs CODER, and POSITIONS replaces label."
 cat "$OUT/summary.md"
