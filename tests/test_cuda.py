@@ -106,6 +106,22 @@ def test_what_going_back_restores_is_kept_in_the_hosts_memory(gpu, tmp_path):
     assert {state["exp_avg"].device.type for state in optimizers[0].state.values()} == {"cuda"}
 
 
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(gpu, toy_run, tmp_path):
+    toy_run(DEVICE="cpu", STEPS=1)
+    assert "GPU" not in json.loads((tmp_path / "out/run.json").read_text())["machine"]
+    toy_run("other", DEVICE="auto", STEPS=1)
+    assert "GPU" in json.loads((tmp_path / "other/run.json").read_text())["machine"]
+
+
+def test_the_bounds_of_the_first_step_are_those_of_the_precision():
+    """A fifth of the answers of each kind have to be well-formed."""
+    good = {"logprob_gap": 0.0, "q/structure": 0.2, "q/hit_limit": 0.0}
+    assert not monitor.check_start(good, torch.float32, toy.LIMITS)
+    assert "well-formed" in monitor.check_start(good | {"q/structure": 0.19}, torch.float32, toy.LIMITS)
+    assert not monitor.check_start(good | {"logprob_gap": 2e-3}, torch.bfloat16, toy.LIMITS)
+    assert "disagree" in monitor.check_start(good | {"logprob_gap": 2e-3}, torch.float32, toy.LIMITS)
+
+
 def test_the_bound_of_the_first_kl_is_that_of_the_precision():
     """Seen with GPT-2's kernels on two devices in bf16: 4e-5."""
     metrics = {"logprob_gap": 0.0, "kl": 4e-5}

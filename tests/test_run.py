@@ -29,12 +29,22 @@ def save(out, *steps):
         run.save(model, train.make_optimizers(model))
 
 
+def flip(content, at):
+    """One bit is another: in the pickle of a checkpoint, or in one of its tensors, where only the checksum knows."""
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
 def steps(out):
     return [int(folder.name[5:]) for folder in sorted(Path(out).glob(STEP))]
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda c: c[:999] + bytes([c[999] ^ 1]) + c[1000:], lambda c: c[:-100], lambda c: b""]
+    "damage", [lambda c: flip(c, 999), lambda c: flip(c, len(c) // 2), lambda c: c[:-100], lambda c: b""]
 )
 def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, tmp_path, capsys):
     save(tmp_path, 1, 2)
@@ -44,6 +54,15 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(damage, tmp_path, ca
     (tmp_path / "step-000001" / "trainer.pt").unlink()
     with pytest.raises(SystemExit, match="no checkpoint in .* can be read; start over with FRESH=1"):
         Run(tmp_path).resume(9)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    save(tmp_path, 1, 2)
+    harmful = Harmful()
+    harmful.path = str(tmp_path / "made")
+    torch.save(harmful, tmp_path / "step-000002" / "trainer.pt")
+    run = Run(tmp_path)
+    assert run.resume(9) and run.step == 1 and not (tmp_path / "made").exists()
 
 
 def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -287,8 +306,11 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
     assert rows[7]["lr"] == rows[4]["lr"] / 2  # it went back
     stops += [4, 6, 7]
     while stops:
+        toy.NO_REPORT[1].reset_mock()
         with pytest.raises(SystemExit, match="143"):
             toy_run(**run)
+        (command,), options = toy.NO_REPORT[1].run.call_args
+        assert "tools.report" in command and not options.get("check")  # a report that fails does not fail the run
         said = capsys.readouterr().out
         assert (
             f"stopped after step {stops.pop(0)}; the same command resumes" in said and "● yellow  The run was" in said

@@ -97,7 +97,7 @@ def test_cliff_rewards():
     """-1 for anything malformed, all rewards -1, NaN."""
     cliff = torch.full((5, 1), -1.0)
     assert ((cliff - cliff.mean()) / cliff.std()).isnan().all()  # 0 / 0
-    assert (grpo.advantages(cliff, 5, "group") == 0).all()
+    assert (grpo.advantages(cliff, 5, "std") == 0).all()
     texts = ["", "M: e2e4", "M: f1b5 E: 0.6 B: x", ANSWER.replace("B: f1b5", "B: a1a8"), ANSWER]
     graded = torch.tensor([[rewards.grade(QUESTION, text).reward] for text in texts])
     assert graded.min() == pytest.approx(-0.3) and graded.max() == 1
@@ -215,7 +215,17 @@ def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
     assert printed.count("● red") == 6  # two skipped steps before each way back
 
 
+def test_recovery_leads_to_the_last_good_state_and_not_to_the_start(toy_run, monkeypatch):
+    inject(monkeypatch.setattr, "optimizer", {2})
+    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 1)
+    before, update = [], train.update
+    monkeypatch.setattr(train, "update", lambda *a, **k: before.append(copy.deepcopy(a[0])) or update(*a, **k))
+    toy_run(STEPS=4)
+    assert distance(before[3], before[1]) == 0 < distance(before[3], before[0])  # before[2] led to the broken update
+
+
 def test_recovery_from_a_policy_that_has_left_its_reference(toy_run, monkeypatch, capsys):
+    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 1)  # not even then is the state kept that is too far
     rows = toy_run(LR=0.05, LR_SCHEDULE="constant", STEPS=4, KL_DIVERGENCE_THRESHOLD=0.02, RECOVERY_LR_FACTOR=0.25)
     assert "back to the last good state, with LR multiplied by 0.25" in capsys.readouterr().out
     assert rows[1]["kl"] > 0.02 and rows[1]["state"] == "red" and "far from the reference" in rows[1]["advice"]
@@ -312,6 +322,8 @@ def test_settings_of_the_machine_reach_what_they_name(toy_run, toy_settings, mon
 
 
 def test_settings_of_chess_reach_what_they_name(monkeypatch):
+    monkeypatch.setitem(settings.GIVEN, "arguments", {})
+
     def chess(**changes):
         settings.GIVEN["arguments"] = {name: str(value) for name, value in changes.items()}
         importlib.reload(rewards)
@@ -325,7 +337,7 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
     kinds, limits, runaway = chess(**changes, RUNAWAY_PENALTY_MULTIPLIER=0.5)
     assert kinds == {"environment": 8, "policy": 6, "moves": 3, "mates": 3} and runaway == pytest.approx(0.5)
     assert limits == {"policy": 7, "environment": 8, "moves": 6, "mates": 6}
-    assert chess(MIX_FIRST_RATIO=0)[0] == {"environment": 1, "policy": 19}
+    assert chess(MIX_ENV_RATIO=0.05, MIX_FIRST_RATIO=0)[0] == {"environment": 1, "policy": 19}
     kinds, _, runaway = chess()
     assert len(kinds) == 4 and runaway == pytest.approx(0.3)
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from unittest.mock import Mock
 
 import pytest
@@ -75,6 +76,19 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
         toy_run("c", SEED=0, STEPS=1)
     toy_run("c", SEED=0, STEPS=3)
     assert list(json.loads((tmp_path / "c" / "skill.json").read_text())) == ["before", "step 2", "after"]
+
+
+def test_another_task_model_or_data_is_another_run(toy_run, toy_model, tmp_path):
+    toy_run(STEPS=1)
+    shutil.copytree(toy_model, tmp_path / "copy")
+    for name, value in dict(MODEL=tmp_path / "copy", DATA="other", TASK="examples/letters.py").items():
+        with pytest.raises(SystemExit, match=f"started with {name}=.*; use that again"):
+            toy_run(STEPS=2, **{name: str(value)})
+
+
+def test_without_a_kl_no_reference_is_loaded(toy_run, monkeypatch):
+    monkeypatch.setattr(train, "make_reference", Mock(side_effect=AssertionError))
+    assert "kl" not in toy_run(STEPS=1, KL_COEF=0.0)[0]
 
 
 def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, capsys):
