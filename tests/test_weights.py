@@ -22,7 +22,7 @@ def tiny():
 @pytest.fixture(scope="module")
 def questions(tiny):
     held_out = rewards.load("builtin", tiny.config)[1]
-    return rewards.make_questions(held_out, 120, random.Random(0), tiny.config)
+    return rewards.make_questions(held_out, 200, random.Random(0), tiny.config)
 
 
 def test_it_is_small_and_opens_in_transformers(tiny, questions):
