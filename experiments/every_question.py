@@ -4,10 +4,9 @@
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
 
 The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance:
-the error rate of 5 % is for all of them together. Intervals hold for other seeds and other questions;
-that of a single run only for other questions.
-OUT/every_question.json records the table, and OUT/asked.json the value of each question; models that are in it are not
-asked again.
+the error rate of 5 % is for all of them together. Intervals hold for other seeds and other questions; those of a single
+run only for other questions. OUT/every_question.json records the table, and OUT/asked.json the value of each question;
+models that are in it are not asked again.
 """
 
 import argparse

@@ -19,6 +19,7 @@ from nanorook.run import rewind, write
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, known
 from nanorook.task import as_sum, earned, prompt_text
+from nanorook.verdict import kinds_of
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
@@ -77,10 +78,6 @@ def worst(m, name, pick):
     If no kind has the metric, the value is NaN, for which every comparison is false."""
     kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
     return pick(kinds, default=(math.nan, ""))
-
-
-def kinds_of(m):
-    return [name.split("/")[0] for name in m if name.split("/")[1:] == ["reward"]]
 
 
 def by_kind(answers):

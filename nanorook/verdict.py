@@ -39,7 +39,7 @@ def verdict(out):
     if not rows or not skill:
         return ["● yellow  The run has not made a step yet."]
     (first, *_, last), (*_, title) = [*skill.values()] * 2, skill  # the same one where there is only one evaluation
-    kinds = [name.split("/")[0] for name in rows[-1] if name.split("/")[1:] == ["reward"]]
+    kinds = kinds_of(rows[-1])
     gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
     changed = {name: gains[name][0] for name in beyond_chance(gains)}
     shares = [name for name in changed if is_share(name, first, last)]
@@ -82,12 +82,21 @@ def verdict(out):
     steps, asked = f"{rows[-1]['step']}", ""
     if title != "after":
         steps += f" of {settings['STEPS']}"
-        asked = f"; held-out questions were last asked {'before the run' if title == 'before' else f'at {title}'}"
+        asked = f"; held-out questions were last asked {when_asked(title)}"
     lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} excluding evaluations{asked}.")
     folder = shlex.quote(str(out))
     lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
                  f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip
     return [f"● {state}  {lines[0]}", *lines[1:]]
+
+
+def kinds_of(row):
+    """The kinds of questions in a step's metrics. A piece of the reward may also be called "reward"."""
+    return [name.split("/")[0] for name in row if name.split("/")[1:] == ["reward"]]
+
+
+def when_asked(title):
+    return "before the run" if title == "before" else f"at {title}"
 
 
 def is_share(name, *skills):
@@ -118,7 +127,7 @@ def collapse(rows, skill, kinds):
         parts = [rows[i : i + WINDOW] for i in range(0, len(rows) - WINDOW + 1, WINDOW)]
         seen = [(part[-1]["step"], f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part])
                 for part in parts]  # fmt: skip
-        seen += [(int(ends.get(title, title[5:])), "before the run" if title == "before" else f"at {title}", values)
+        seen += [(int(ends.get(title, title[5:])), when_asked(title), values)
                  for title, skills in skill.items() for name, (_, _, values) in skills.items()
                  if name.startswith(f"{kind} reward T=") and not name.endswith("T=0")]  # fmt: skip
         seen.sort(key=itemgetter(0))  # an evaluation comes after the steps up to it

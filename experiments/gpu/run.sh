@@ -174,10 +174,12 @@ decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stoppe
 exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON
 
-[ -n "${POSITIONS:-}" ] || stage label 7 "$PYTHON" -m rook.label "$positions" $label
-if [ -z "${POSITIONS:-}" ] && [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
-    sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
-    mv "$positions.tmp" "$positions"
+if [ -z "${POSITIONS:-}" ]; then
+    stage label 7 "$PYTHON" -m rook.label "$positions" $label
+    if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
+        sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
+        mv "$positions.tmp" "$positions"
+    fi
 fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
