@@ -18,8 +18,7 @@ import torch
 from nanorook.run import rewind, write
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, known
-from nanorook.task import as_sum, earned, prompt_text
-from nanorook.verdict import kinds_of
+from nanorook.task import as_sum, earned, kinds_of, prompt_text
 
 
 def diagnose(m, past, kl_threshold, max_grad_norm):

@@ -245,3 +245,8 @@ def earned(pieces):
 
 def as_sum(pieces):
     return " + ".join(f"{value:.4g} {name}" for name, value in earned(pieces).items() if value).replace("+ -", "- ")
+
+
+def kinds_of(row):
+    """The kinds of questions in a step's metrics. A piece of the reward may also be called "reward"."""
+    return [name.split("/")[0] for name in row if name.split("/")[1:] == ["reward"]]

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorook.statistics import beyond_chance, gain, interval, known
+from nanorook.task import kinds_of
 
 WINDOW = 10  # training steps whose mean reward is compared
 
@@ -88,11 +89,6 @@ def verdict(out):
     lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
                  f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip
     return [f"● {state}  {lines[0]}", *lines[1:]]
-
-
-def kinds_of(row):
-    """The kinds of questions in a step's metrics. A piece of the reward may also be called "reward"."""
-    return [name.split("/")[0] for name in row if name.split("/")[1:] == ["reward"]]
 
 
 def when_asked(title):
