@@ -1,0 +1,60 @@
+"""A GPT-2 in RookWorld's format without the tokens that its texts never use: the same model, but faster on a CPU.
+
+python -m rook.cut MODEL OUT            MODEL: a Hugging Face folder or a hub id
+
+Of GPT-2's 50,257 tokens 2,052 are left. Where answers are short, the softmax over all of them takes most of a step.
+Texts have the same tokens as before, under new ids, and the layers stay as they are.
+"""
+
+import argparse
+import dataclasses
+import random
+from pathlib import Path
+
+import torch
+
+import rewards
+from model import GPT
+from nanorook.settings import fail
+from nanorook.tokenizer import END, GPT2_WORDS, Tokenizer
+from rook import positions, texts
+from rook.pretrain import unused_tokens
+
+
+def cut(model):
+    """The same model with single bytes, the tokens that a text can contain, and the end token."""
+    tokenizer, unused = model.tokenizer, unused_tokens(model)
+    kept = [i for i, token in sorted(tokenizer.token_bytes.items()) if i != tokenizer.eos]
+    kept = [i for i in kept if len(tokenizer.token_bytes[i]) == 1 or not unused[i]]
+    ranks = {tokenizer.token_bytes[i]: new for new, i in enumerate(kept)}  # the order of the ids is that of the merges
+    config = dataclasses.replace(model.config, vocab_size=len(ranks) + 1, eos_token_id=len(ranks))
+    weights = model.state_dict()
+    with torch.device("meta"):
+        small = GPT(config)
+    small.load_state_dict(weights | {"wte.weight": weights["wte.weight"][[*kept, tokenizer.eos]]}, assign=True)
+    small.tokenizer = Tokenizer(ranks, {END: len(ranks)}, (len(ranks),), [GPT2_WORDS])
+    return small
+
+
+def main():
+    parser = argparse.ArgumentParser("python -m rook.cut", description=__doc__.split("\n")[0])
+    parser.add_argument("model", help="the model to cut")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    args = parser.parse_args()
+    if args.out.exists() and any(args.out.iterdir()):
+        fail(f"{args.out} is not empty; name another folder.")
+    model = GPT.load(args.model)
+    if type(model) is not GPT or rewards.chess_format(model.config) != "rookworld":
+        fail(f"{args.model} is not a GPT-2 in RookWorld's format, the only one whose unused tokens are known.")
+    small, rng = cut(model), random.Random(0)
+    for position in rng.sample(positions.load("builtin"), 100):
+        text = "".join(texts.policy_text(position, rng, "rookworld"))
+        before, after = ([t.token_bytes[i] for i in t.encode(text)] for t in (model.tokenizer, small.tokenizer))
+        if before != after:
+            fail(f"{args.model} has a tokenizer unlike GPT-2's, so its texts would get other tokens.")
+    small.save(args.out, torch.float32)
+    print(f"{args.out}: {small.config.vocab_size:,} of {model.config.vocab_size:,} tokens are left.")
+
+
+if __name__ == "__main__":
+    main()
