@@ -11,14 +11,12 @@ import dataclasses
 import random
 from pathlib import Path
 
-import torch
-
 import rewards
 from model import GPT
 from nanorook.settings import fail
 from nanorook.tokenizer import END, GPT2_WORDS, Tokenizer
 from rook import positions, texts
-from rook.pretrain import unused_tokens
+from rook.pretrain import unused_tokens, with_rows
 
 
 def cut(model):
@@ -28,10 +26,7 @@ def cut(model):
     kept = [i for i in kept if len(tokenizer.token_bytes[i]) == 1 or not unused[i]]
     ranks = {tokenizer.token_bytes[i]: new for new, i in enumerate(kept)}  # the order of the ids is that of the merges
     config = dataclasses.replace(model.config, vocab_size=len(ranks) + 1, eos_token_id=len(ranks))
-    weights = model.state_dict()
-    with torch.device("meta"):
-        small = GPT(config)
-    small.load_state_dict(weights | {"wte.weight": weights["wte.weight"][[*kept, tokenizer.eos]]}, assign=True)
+    small = with_rows(model, [*kept, tokenizer.eos], config)
     small.tokenizer = Tokenizer(ranks, {END: len(ranks)}, (len(ranks),), [GPT2_WORDS])
     return small
 
@@ -52,7 +47,7 @@ def main():
         before, after = ([t.token_bytes[i] for i in t.encode(text)] for t in (model.tokenizer, small.tokenizer))
         if before != after:
             fail(f"{args.model} has a tokenizer unlike GPT-2's, so its texts would get other tokens.")
-    small.save(args.out, torch.float32)
+    small.save(args.out)
     print(f"{args.out}: {small.config.vocab_size:,} of {model.config.vocab_size:,} tokens are left.")
 
 

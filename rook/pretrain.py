@@ -125,15 +125,15 @@ def share_unused_row(model):
     return ((~unused).cumsum(0) - 1).masked_fill(unused, len(model.wte.weight) - 1)
 
 
-def with_all_rows(model, row_of):
-    """The same model with a row for each token, to be saved or sampled from."""
+def with_rows(model, rows, config=None):
+    """The same model with these rows of its embedding, to be saved or sampled from."""
     with torch.device("meta"):
-        whole = GPT(model.config)
+        other = GPT(config or model.config)
     trained = model.state_dict()  # with the probe, which is no part of a model
-    state = {name: trained[name] for name in whole.state_dict()}
-    whole.load_state_dict(state | {"wte.weight": state["wte.weight"][row_of]}, assign=True)
-    whole.tokenizer = model.tokenizer
-    return whole.set_compute_dtype(model.dtype)
+    state = {name: trained[name] for name in other.state_dict()}
+    other.load_state_dict(state | {"wte.weight": state["wte.weight"][rows]}, assign=True)
+    other.tokenizer = model.tokenizer
+    return other.set_compute_dtype(model.dtype)
 
 
 def log_probabilities(model, states, counts):
@@ -297,7 +297,7 @@ def main():
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         # The run may have been killed between two files of a save.
-        save(args.out, with_all_rows(model, row_of), weights_dtype, state)
+        save(args.out, with_rows(model, row_of), weights_dtype, state)
         tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
@@ -344,7 +344,7 @@ def main():
             continue
         state = {"step": step, "elapsed": seconds, "config": described, "dtype": str(model.dtype)[6:]}
         state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-        whole = with_all_rows(model, row_of)
+        whole = with_rows(model, row_of)
         save(args.out, whole, weights_dtype, state)
         if stop:
             sys.exit(f"stopped at step {step}; the same command resumes from there.")

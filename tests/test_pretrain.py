@@ -209,7 +209,7 @@ def test_unused_tokens_share_a_row_as_if_the_softmax_had_all_of_them(run, few, g
     gradient = all_rows.wte.weight.grad
     torch.testing.assert_close(model.wte.weight.grad[:-1], gradient[~unused], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(model.wte.weight.grad[-1], gradient[unused].sum(0), rtol=1e-3, atol=1e-3)
-    for name, weight in pretrain.with_all_rows(model, row_of).state_dict().items():
+    for name, weight in pretrain.with_rows(model, row_of).state_dict().items():
         assert torch.equal(weight, all_rows.state_dict()[name])
     all_rows.wte.weight.data[0] += 1  # of a model that was trained on other texts, too
     assert torch.equal(pretrain.share_unused_row(all_rows), torch.arange(50257))
