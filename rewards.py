@@ -68,8 +68,8 @@ def load_unfinished(source):
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     mates, others = ([p for kind, p in items if kind == wanted] for wanted in ("mates", "moves"))
-    text_format, environment = chess_format(config), math.ceil(count * MIX_ENV_RATIO)
-    first = math.floor((count - environment) * MIX_FIRST_RATIO)  # so that a small step has whole answers, too
+    text_format, environment = chess_format(config), math.ceil(round(count * MIX_ENV_RATIO, 9))
+    first = math.floor(round((count - environment) * MIX_FIRST_RATIO, 9))  # so that a small step has whole answers, too
     mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
     others = iter(draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng))
     questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in islice(others, environment)]
@@ -266,7 +266,7 @@ def grade(question, text, hit_limit=False):
 
 # ---- The grammar of answers. Only spaces separate words, and a run of them counts as one; digits are ASCII.
 
-UCI = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
+UCI = re.compile(positions.UCI)
 NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 NEXT_STATE = re.compile(rf"([^+]+\+)( *{NUMBER.pattern} *\+)( *[01] *\+)( *[01] *)")
 

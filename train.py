@@ -86,7 +86,7 @@ MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row wit
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
 DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
-COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA, if there is a C compiler", one_of=("auto", "0", "1"))
+COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA, if there are a C compiler and Python.h", one_of=("auto", "0", "1"))
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update, unless one group has more; limits memory and changes nothing else; 0: 4096 on a CPU; on CUDA as many as fit into free memory, up to 32768", low=0)
 NPROC                   = setting("NPROC", 1, "number of processes on this machine; use one for each GPU", low=1)
 # fmt: on

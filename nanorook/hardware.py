@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import sysconfig
 import timeit
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -102,8 +104,11 @@ def microbatch_tokens(model, keys):
 
 
 def compiles(wanted, device):
-    """Whether torch.compile is used; `wanted` is 0, 1 or auto: on CUDA, if there is a C compiler."""
-    if wanted == "auto" and device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        print("no C compiler was found, so torch.compile is not used: apt install gcc", flush=True)
-        return False
-    return wanted == "1" or wanted == "auto" and device.type == "cuda"
+    """Whether torch.compile is used; `wanted` is 0, 1 or auto: on CUDA, if there are a C compiler and Python.h."""
+    if wanted != "auto" or device.type != "cuda":
+        return wanted == "1"
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    possible = headers and any(map(shutil.which, ("cc", "gcc", "clang")))
+    if not possible:
+        print("torch.compile is off, as it needs a C compiler and Python.h: apt install gcc python3-dev", flush=True)
+    return possible

@@ -219,8 +219,8 @@ def open_log(run, model, questions):
     about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
-    (run.out / "settings.json").write_text(json.dumps(values(), indent=2))
-    (run.out / "run.json").write_text(json.dumps(about))
+    write(run.out / "settings.json", json.dumps(values(), indent=2))
+    write(run.out / "run.json", json.dumps(about))
     if run.skill:
         write(run.out / "skill.json", json.dumps(run.skill))  # with the names and steps of the checkpoint
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)

@@ -34,6 +34,9 @@ def log(text):
 
 def start(device, processes):
     """Joins the other processes, after starting them if necessary; returns the device of this one."""
+    if processes > 1 and device.index is not None:
+        fail(f"DEVICE={device} names one GPU, but NPROC={processes}; set DEVICE=cuda, and choose GPUs with "
+             "CUDA_VISIBLE_DEVICES.")  # fmt: skip
     if processes > 1 and not launched():
         if device.type == "cuda" and processes > (found := torch.cuda.device_count()):
             fail(f"NPROC={processes}, but this machine has {found} GPU(s); NPROC may be at most {found}.")

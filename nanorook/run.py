@@ -65,7 +65,7 @@ class Run:
 
     def forbid_model_inside(self, source):
         """The start model is read again when a run is resumed, so the run must not overwrite it."""
-        if Path(source).resolve().is_relative_to(self.out.resolve()):
+        if Path(source).exists() and Path(source).resolve().is_relative_to(self.out.resolve()):
             fail(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
 
     def check_start_model(self, model, source):

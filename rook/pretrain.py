@@ -149,7 +149,7 @@ def hidden(model, tokens):  # (R, S) -> (R, S, C)
 def squares_of_rows(model, row_of):
     """(V,) how many squares a token of a board stands for; -1 for the plus between fields, 0 for all others."""
     squares = torch.zeros(int(row_of.max()) + 1, dtype=torch.long)
-    squares[row_of[model.tokenizer.encode("+")]] = -1
+    squares[row_of[model.tokenizer.encode("+")[0]]] = -1
     for i, token in model.tokenizer.token_bytes.items():
         if pieces := re.fullmatch(r" ?([pnbrqkPNBRQK]+|[1-8]+)", token.decode("latin-1")):
             squares[row_of[i]] = len(positions.expand_board(pieces[1]))

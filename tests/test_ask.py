@@ -28,7 +28,7 @@ def test_chess(capsys, monkeypatch):
     for answer, grade in zip(lines[1:7:2], lines[2:7:2], strict=True):
         assert f"{rewards.grade(question, answer[12:]).reward:.4g}" == grade.split()[0]
     assert lines[7:] == [f"truth: {question.truth[0]}, 0.001, False, False"]
-    one, other = (output(capsys, "weights/tiny", FEN, "--answers", "1", "--seed", s).splitlines() for s in "01")
+    one, other = (output(capsys, "weights/tiny", "--answers", "1", FEN, "--seed", s).splitlines() for s in "01")
     assert one[0].startswith("policy: P: rnbqkbnr/pppppppp/......../") and one[1] == other[1] and one[3:] != other[3:]
 
 
@@ -82,6 +82,7 @@ def test_a_tasks_own_defaults_hold(capsys, toy_model, tmp_path):
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
 WRONG |= {f"{FEN} {move}": f"'{move}' is not a legal move in rnbq" for move in ("Nf4", "Z0")}
 WRONG |= {"8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
+WRONG |= {f"37+58= {TOY} MY_OWN=3": "MY_OWN is no setting of .*toy.py; leave it out"}
 WRONG |= {"hello TASK=examples/letters.py": "'hello' is not five different letters"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1": "no move", f"{'.' * 30} {TOY}": "30 tokens leaves no room"}

@@ -2,6 +2,7 @@ import copy
 import gc
 import json
 import shutil
+import sysconfig
 import weakref
 
 import pytest
@@ -136,7 +137,9 @@ def test_a_process_works_on_the_gpu_that_is_asked_for_or_its_own(gpu, monkeypatc
     with pytest.raises(SystemExit, match="no device cuda:2 to train on"):
         parallel.start(torch.device("cuda:2"), 1)
     with pytest.raises(SystemExit, match=r"^error: NPROC=3, but this machine has 2 GPU\(s\)"):
-        parallel.start(device, 3)
+        parallel.start(torch.device("cuda"), 3)
+    with pytest.raises(SystemExit, match="^error: DEVICE=cuda:1 names one GPU, but NPROC=2"):
+        parallel.start(torch.device("cuda:1"), 2)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
     told = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (told | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
@@ -155,13 +158,19 @@ def test_a_device_that_cannot_train_is_refused(gpu, monkeypatch, name):
         hardware.choose_device("cuda")
 
 
-@pytest.mark.parametrize("device, gcc, major", [("cuda", True, 8), ("cuda", False, 7), ("cpu", True, 9)])
-def test_what_is_automatic_follows_the_device(monkeypatch, toy_settings, capsys, device, gcc, major):
+AUTOMATIC = [("cuda", True, True, 8), ("cuda", False, True, 7), ("cuda", True, False, 8), ("cpu", True, True, 9)]
+
+
+@pytest.mark.parametrize("device, gcc, headers, major", AUTOMATIC)
+def test_what_is_automatic_follows_the_device(monkeypatch, toy_settings, tmp_path, capsys, device, gcc, headers, major):
     monkeypatch.setattr(shutil, "which", lambda name: gcc and name == "gcc" or None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: tmp_path)
+    if headers:
+        (tmp_path / "Python.h").touch()
     with pretend_cuda.on(monkeypatch, (major, 0)):
         toy_settings(DEVICE=device, COMPILE="auto", MICROBATCH_TOKENS=0)
-        assert hardware.compiles("auto", hardware.choose_device(device)) == (device == "cuda" and gcc)
-        assert ("apt install gcc" in capsys.readouterr().out) == (not gcc)
+        assert hardware.compiles("auto", hardware.choose_device(device)) == (device == "cuda" and gcc and headers)
+        assert ("apt install gcc" in capsys.readouterr().out) == (not gcc or not headers)
         model = toy.model().to(device)
         assert train.plan_memory(model, toy.questions()) == (32768 if device == "cuda" else 4096)
         fastest = torch.bfloat16 if major >= 8 else torch.float32  # older cards only emulate bf16

@@ -32,6 +32,8 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
         capsys.readouterr()
         evaluate.main()
         printed = capsys.readouterr().out.splitlines()
+    with pytest.raises(SystemExit, match="for EVAL_SAMPLES=4, name .*/out/model"):
+        shown(tmp_path / "out", "EVAL_SAMPLES=4")
     monkeypatch.setattr(train, "EVAL_POSITIONS", 20)
     monkeypatch.setattr(train, "MODEL", toy_model)
     first, rows = shown(tmp_path / "out" / "model", run={"MODEL": toy_model})

@@ -13,8 +13,10 @@ import chess
 import pytest
 import torch
 
+import pretend_cuda
 import rewards
 from model import GPT, causal_attention
+from nanorook import hardware
 from nanorook.tokenizer import Tokenizer
 from rollout import detokenize
 from rook import positions, pretrain, texts
@@ -250,6 +252,16 @@ def test_the_probe_reads_what_the_first_layers_know_and_is_no_part_of_the_model(
         early = model.blocks(model.wte(inputs) + model.wpe(torch.arange(inputs.shape[1])), causal_attention)
         losses.append(pretrain.places_loss(probe, early, inputs, squares).item())
     assert losses[0] > 30 and losses[1] < 10  # 64 · log 2 = 44 is that of a probe that knows nothing
+
+
+def test_a_gpu_trains_as_the_cpu_does(run, few, gpt2_folder, monkeypatch):
+    arguments = "--data", few, "--format", "rookworld", "--tokenizer", gpt2_folder, "--steps", 2, "--mix", "moves=4"
+    models = [GPT.load(run("cpu", *arguments, "environment=4"))]
+    with pretend_cuda.on(monkeypatch):
+        monkeypatch.setattr(hardware, "compiles", lambda *a: False)
+        models.append(GPT.load(run("gpu", *arguments, "environment=4", "--device", "cuda")))
+    for a, b in zip(*(model.state_dict().values() for model in models), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):

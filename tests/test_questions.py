@@ -124,13 +124,17 @@ def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_the_labels(positions, side):
+def test_first_candidates_are_asked_and_their_rungs_are_those_of_the_rules_and_the_labels(positions, side, monkeypatch):
     items = mating.beside("builtin", *P.split(positions))[side]
     config = SimpleNamespace(extra={"chess_format": "expanded"})
     asked = rewards.make_questions(items, 100, random.Random(0), config)
     kinds = collections.Counter(question.kind for question in asked)
     first = round((100 - kinds["environment"]) * rewards.MIX_FIRST_RATIO)
     assert kinds["mates"] == first // 2 and kinds["moves"] == first - first // 2
+    monkeypatch.setattr(rewards, "MIX_ENV_RATIO", 0.07)  # 100 times which is 7.000000000000001
+    asked_again = rewards.make_questions(items, 100, random.Random(0), config)
+    assert sum(question.kind == "environment" for question in asked_again) == 7
+    monkeypatch.undo()
     for question in (question for question in asked if question.kind in ("moves", "mates")):
         fen = P.contract_board(question.prompt[3:].removesuffix("M: ").strip())
         board, rungs = chess.Board(fen), dict(question.truth)

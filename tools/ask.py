@@ -10,6 +10,7 @@ gets the text as it stands, and its answers are not graded.
 
 import argparse
 import random
+import re
 
 import torch
 
@@ -22,7 +23,7 @@ from model import GPT
 from nanorook import hardware
 from nanorook import task as task_file
 from nanorook.monitor import printable, show_answer
-from nanorook.settings import number, setting
+from nanorook.settings import fail, number, setting
 from rollout import sample
 
 HELD_OUT = 3  # questions if none is given
@@ -71,11 +72,13 @@ def main():
     p.add_argument("--answers", type=number(int, 1), default=3, help="number of sampled answers after the greedy one")
     p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: the run's or the task's")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of answers and of held-out questions")
-    a = p.parse_args()
+    a = p.parse_intermixed_args()
     task = task_file.load(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
     settings.take_defaults(task.DEFAULTS)
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")
     text = " ".join(word for word in a.text if word.partition("=")[0] not in settings.SETTINGS)
+    if unknown := re.search(r"\b[A-Z][A-Z_]+=", text):
+        fail(f"{unknown[0][:-1]} is no setting of {task.__file__}; leave it out.")
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).inference_copy(dtype)
     torch.manual_seed(a.seed)

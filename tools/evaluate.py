@@ -36,9 +36,11 @@ def main():
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
-    settings.finish("python -m tools.evaluate", [word for word in a.model if "=" in word])
-    models = [word for word in a.model if "=" not in word]
+    models, given = ([word for word in a.model if ("=" in word) is setting] for setting in (False, True))
+    settings.finish("python -m tools.evaluate", given)
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
+        if given:
+            fail(f"{models[0]} is a run, and its table is not measured again; for {given[0]}, name {models[0]}/model.")
         print(table(skill_rows(json.loads(file.read_text())), a.markdown))
         return
     if len(models) == 1 and settings.GIVEN["run"]:
@@ -50,7 +52,7 @@ def main():
         model = GPT.load(name).to(device).set_compute_dtype(dtype)
         _, held_out = load_items(train.task, train.DATA, model.config)
         count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has no held-out items.")
-        questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
+        questions = make_questions(train.task, held_out, count, random.Random(train.SEED), model.config)
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
     print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     print(table(skill_rows(columns), a.markdown))
