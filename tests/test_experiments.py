@@ -1,5 +1,6 @@
 import importlib
 import json
+import random
 import re
 import runpy
 import shutil
@@ -10,10 +11,12 @@ import chess
 import pytest
 
 import train
-from experiments import estimators, every_question, seeds, variants
+from examples import mates
+from experiments import estimators, every_question, imitate, seeds, variants
 from nanorook import settings
 from nanorook.statistics import figure
 from nanorook.tables import table as show
+from nanorook.tokenizer import Tokenizer
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -175,6 +178,26 @@ def test_every_held_out_position_is_asked_in_every_kind(monkeypatch):
     assert all(count == (3 if name.startswith("mates") else 6) for name, count in counts.items())
     for legal, illegal in zip(*(figures[f"environment next_state_{move} T=0"] for move in ("legal", "illegal"))):
         assert (legal is None) != (illegal is None)
+
+
+def test_right_answers_are_imitated_and_only_the_answers(monkeypatch, capsys, gpt2_folder):
+    few = [[item for item in train.task.load("builtin", None)[0] if item[0] == kind][:4] for kind in ("mates", "moves")]
+    for name, value in {"task": train.task, "LR": train.LR}.items():  # which the program changes
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(imitate, "load_items", lambda *_: (sum(few, []),) * 2)
+    monkeypatch.setattr(imitate, "HELD_OUT", 4)  # three about mates
+    monkeypatch.setattr("sys.argv", "imitate weights/tiny --steps 15 --rows 4 --eval-every 100".split())
+    imitate.main()
+    before, after = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:])
+    assert before[0] != "100.0%" and after[0] == "100.0%"
+    question, tokenizer = mates.ask("mates", few[0][0][1], types.SimpleNamespace(extra={})), Tokenizer.load(gpt2_folder)
+    tokens, targets = imitate.texts([question], tokenizer, " ", random.Random(0))
+    shown, answer = (
+        b"".join(map(tokenizer.token_bytes.get, ids)).decode()
+        for ids in (tokens[0].tolist(), targets[targets >= 0].tolist())
+    )
+    assert shown.startswith(question.prompt) and answer.startswith(shown.removeprefix(question.prompt))
+    assert answer[1:] in question.truth["mate"]
 
 
 def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, monkeypatch, capsys):
