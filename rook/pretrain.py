@@ -147,9 +147,8 @@ def hidden(model, tokens):  # (R, S) -> (R, S, C)
 
 
 def squares_of_rows(model, row_of):
-    """(V,) how many squares a token of a board stands for; -1 for the plus between fields, 0 for all others."""
+    """(V,) how many squares a token of a board stands for; 0 for all others."""
     squares = torch.zeros(int(row_of.max()) + 1, dtype=torch.long)
-    squares[row_of[model.tokenizer.encode("+")[0]]] = -1
     for i, token in model.tokenizer.token_bytes.items():
         if pieces := re.fullmatch(r" ?([pnbrqkPNBRQK]+|[1-8]+)", token.decode("latin-1")):
             squares[row_of[i]] = len(positions.expand_board(pieces[1]))
@@ -158,14 +157,10 @@ def squares_of_rows(model, row_of):
 
 def squares_of_tokens(tokens, squares):
     """(R, S, 64), in the order of a FEN: True for the squares that a token of a text's board stands for."""
-    count, square = squares[tokens], torch.arange(64, device=tokens.device)
-    field, found = (count < 0).cumsum(1), False
+    count = squares[tokens]  # (R, S)
     count[:, :2] = 0  # the header
-    for board in field == 0, field == 3:  # the question's, and the one after the move in an environment's answer
-        size = count.clamp(min=0) * board
-        end = size.cumsum(1)[..., None]
-        found = found | (end - size[..., None] <= square) & (square < end)  # what follows the board begins at 64
-    return found
+    end, square = count.cumsum(1)[..., None], torch.arange(64, device=tokens.device)
+    return (end - count[..., None] <= square) & (square < end)  # what follows the board begins at 64
 
 
 def places_loss(probe, early, tokens, squares):

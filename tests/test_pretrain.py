@@ -218,24 +218,16 @@ def test_unused_tokens_share_a_row_as_if_the_softmax_had_all_of_them(run, few, g
 
 
 def test_which_squares_a_token_stands_for(gpt2):
-    """Those that its letters or its number fill on python-chess's board, in texts of every task; all others, none. The
-    answer of an environment has a board of its own."""
+    """Those that its letters or its number fill on python-chess's board, in texts of every task; all others, none."""
     squares = pretrain.squares_of_rows(SimpleNamespace(tokenizer=gpt2), torch.arange(gpt2.vocab_size))
     for prompt, answer in (text for some in draw(2000, "rookworld").values() for text in some):
-        line, answered = gpt2.encode(prompt + answer), len(gpt2.encode(prompt))
+        line, board = gpt2.encode(prompt + answer), board_of(prompt)
         found = pretrain.squares_of_tokens(torch.tensor([line]), squares)[0]
-        parts = [(board_of(prompt), line[:answered], found[:answered])]
-        if prompt.startswith("A: "):
-            parts.append((chess.Board(answer.split("+")[0]), line[answered:], found[answered:]))
-        else:
-            assert not found[answered:].any()
-        for board, tokens, of_tokens in parts:
-            for token, places in zip(tokens, of_tokens):
-                pieces = [board.piece_at(place ^ 56) for place in places.nonzero()[:, 0].tolist()]  # a FEN begins at a8
-                text = gpt2.token_bytes[token].decode().strip()
-                assert not pieces or text == ("".join(map(str, pieces)) if any(pieces) else str(len(pieces)))
-            assert of_tokens.sum(0).tolist() == [1] * 64
-        assert not found[:2].any()
+        for token, places in zip(line, found):
+            pieces = [board.piece_at(place ^ 56) for place in places.nonzero()[:, 0].tolist()]  # a FEN begins at a8
+            text = gpt2.token_bytes[token].decode().strip()
+            assert not pieces or text == ("".join(map(str, pieces)) if any(pieces) else str(len(pieces)))
+        assert found.sum(0).tolist() == [1] * 64 and not found[:2].any()
 
 
 def test_the_probe_reads_what_the_first_layers_know_and_is_no_part_of_the_model(run, few, gpt2_folder):
