@@ -68,7 +68,7 @@ def load_unfinished(source):
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     mates, others = ([p for kind, p in items if kind == wanted] for wanted in ("mates", "moves"))
-    text_format, environment = chess_format(config), math.ceil(round(count * MIX_ENV_RATIO, 9))
+    text_format, environment = chess_format(config), math.ceil(round(count * MIX_ENV_RATIO, 9))  # 100 * 0.07 > 7
     first = math.floor(round((count - environment) * MIX_FIRST_RATIO, 9))  # so that a small step has whole answers, too
     mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
     others = iter(draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng))

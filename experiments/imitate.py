@@ -20,14 +20,14 @@ import rewards
 import train
 from examples import mates
 from model import GPT
-from nanorook import hardware, monitor
+from nanorook import hardware
 from nanorook.settings import number
 from nanorook.task import load_items, make_questions
 from rook.pretrain import hidden
 
 HELD_OUT = 400  # questions, of which 300 are about mates
-ANSWERS = 4  # sampled answers to each
-SHOWN = [f"mates mate T={heat}" for heat in (0, 1)] + [f"moves legal T={heat}" for heat in (0, 1)]
+ANSWERS = 4  # sampled answers to each, for pass@1
+SHOWN = "mates mate T=0", "mates mate pass@1", "moves legal T=0", "moves legal pass@1"
 
 
 def texts(questions, tokenizer, space, rng):
@@ -39,15 +39,6 @@ def texts(questions, tokenizer, space, rng):
         tokens.append(torch.tensor([*prompt, *answer[:-1]]))
         targets.append(torch.tensor([-100] * (len(prompt) - 1) + answer))
     return pad_sequence(tokens, True), pad_sequence(targets, True, -100)
-
-
-def evaluate(model, questions):
-    """{"mates mate T=0": share, ...}"""
-    model, found = model.inference_copy(model.dtype), {}
-    for heat, count in ((0, 1), (1, ANSWERS)):
-        figures = monitor.intervals(train.answer(model, questions, heat, count))
-        found |= {f"{name} T={heat}": mean for name, (mean, *_) in figures.items()}
-    return found
 
 
 def main():
@@ -69,8 +60,10 @@ def main():
     print("step  " + "  ".join(SHOWN))
     for step in tqdm(range(a.steps + 1), leave=False, disable=None):
         if step % a.eval_every == 0 or step == a.steps:
-            found = evaluate(model, questions)
-            print(f"{step:4}  " + "  ".join(f"{found[name]:{len(name)}.1%}" for name in SHOWN), flush=True)
+            skill, _ = train.evaluate(model, questions, ANSWERS)
+            print(f"{step:4}  " + "  ".join(f"{skill[name][0]:{len(name)}.1%}" for name in SHOWN), flush=True)
+        if step == a.steps:
+            break
         rng = random.Random(f"imitate/{step}")
         asked = make_questions(mates, items, a.rows, rng, model.config)
         tokens, targets = (x.to(device) for x in texts(asked, model.tokenizer, space, rng))

@@ -247,11 +247,12 @@ def test_the_probe_reads_what_the_first_layers_know_and_is_no_part_of_the_model(
 
 
 def test_a_gpu_trains_as_the_cpu_does(run, few, gpt2_folder, monkeypatch):
-    arguments = "--data", few, "--format", "rookworld", "--tokenizer", gpt2_folder, "--steps", 2, "--mix", "moves=4"
-    models = [GPT.load(run("cpu", *arguments, "environment=4"))]
+    arguments = "--data", few, "--format", "rookworld", "--tokenizer", gpt2_folder, "--steps", 2
+    arguments += "--mix", "moves=4", "environment=4"
+    models = [GPT.load(run("cpu", *arguments))]
     with pretend_cuda.on(monkeypatch):
         monkeypatch.setattr(hardware, "compiles", lambda *a: False)
-        models.append(GPT.load(run("gpu", *arguments, "environment=4", "--device", "cuda")))
+        models.append(GPT.load(run("gpu", *arguments, "--device", "cuda")))
     for a, b in zip(*(model.state_dict().values() for model in models), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -58,11 +58,6 @@ if [ -z "${STOCKFISH_PATH:-}" ] && [ -e "$carried/stockfish.gz" ]; then
     gunzip -c "$carried/stockfish.gz" >"$OUT/stockfish"
     chmod +x "$OUT/stockfish"
 fi
-headers=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-if ! command -v cc gcc clang >/dev/null || [ ! -e "$headers/Python.h" ]; then
-    echo "There is no C compiler or no Python.h, both of which torch.compile needs, so it stays off and training is slower."
-    export TORCHDYNAMO_DISABLE=1
-fi
 [ -n "${GPT2_TOKENIZER:-}" ] || [ ! -e "$carried/gpt2/vocab.json" ] || GPT2_TOKENIZER=$carried/gpt2
 "$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
 import sys
