@@ -343,7 +343,7 @@ def grade_policy(question, text):
         ]
     metrics["candidates_legal"] = len({move for move, _ in moves}.intersection(legal)) / len(moves)
     if errors:
-        metrics["eval_mae"] = sum(errors.values()) / len(errors)
+        metrics["eval_error"] = sum(errors.values()) / len(errors)
     if five:
         metrics["candidates"] = len(errors) / len(five)
 
@@ -353,9 +353,9 @@ def grade_policy(question, text):
     metrics["legal"] = best in legal
     if best in five:
         top = max(five.values())
-        metrics["cp_loss"] = pawns_apart(top, five[best])  # in pawns
+        metrics["move_error"] = pawns_apart(top, five[best])  # in pawns
         metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
-        shares |= {"loss": 1 / (1 + metrics["cp_loss"]), "best": metrics["best"]}
+        shares |= {"loss": 1 / (1 + metrics["move_error"]), "best": metrics["best"]}
     pieces += [(name, weights[name] * share, *best_spans) for name, share in shares.items()]
     return pieces, metrics
 

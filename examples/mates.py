@@ -13,7 +13,7 @@ import argparse
 import gzip
 
 import rewards
-from nanorook.settings import fail
+from nanorook.settings import SETTINGS, fail
 from rook import mating, positions
 from rook.stockfish import MATE
 
@@ -23,6 +23,8 @@ LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show = rewards.start_model, rewards.show
 SHARE = 0.75  # of questions with a mate in one
 LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
+for name in ("MIX_ENV_RATIO", "MIX_FIRST_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER"):
+    SETTINGS.pop(name)  # of the whole chess task; they would have no effect here
 
 
 def load(source, config):

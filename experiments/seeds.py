@@ -25,7 +25,6 @@ from nanorook.settings import ROOT, fail, number
 from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
 
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
-PAWNS = ("cp_loss", "eval_mae")  # metrics that are not shares, although their means may be below 1
 
 
 def read(file):
@@ -98,7 +97,7 @@ def shared(folders):
 def means(runs, name):
     """(of each run the means of a figure, wherever it was asked; whether they are shares, and so in percent)"""
     found = [[skill[name][0] for skill in run["skill"].values() if name in skill] for run in runs]
-    share = name.split(" ")[1] not in PAWNS and max(abs(mean) for run in found for mean in run) <= 1
+    share = not name.split(" ")[1].endswith("_error") and max(abs(mean) for run in found for mean in run) <= 1
     return [[100 * mean for mean in run] if share else run for run in found], share
 
 

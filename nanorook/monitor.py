@@ -17,7 +17,7 @@ import torch
 
 from nanorook.run import rewind, write
 from nanorook.settings import GIVEN, SETTINGS, values
-from nanorook.statistics import figure, known
+from nanorook.statistics import figure, is_share
 from nanorook.task import as_sum, earned, kinds_of, prompt_text
 
 
@@ -108,7 +108,7 @@ def pass_at_k(values, n, k):
 
 def pass_rates(answers, n):
     """{"mates mate pass@4": as in intervals(), ...} for metrics that are shares, from `n` answers to each question."""
-    found = {name: values for name, values in figures(answers).items() if all(0 <= v <= 1 for v in known(values))}
+    found = {name: values for name, values in figures(answers).items() if is_share(name, values)}
     return {f"{name} pass@{k}": figure(pass_at_k(tried, n, k)) for name, tried in found.items()
             for k in (1, 4, 16, 64) if k <= n and not name.endswith(" reward")}  # fmt: skip
 
@@ -174,8 +174,8 @@ def write_samples(file, step, answers, count=16):
 
 
 def show_answer(task, answer, title=""):
-    """Prints an answer, as the task shows it if that is text, and what its reward is made of if it has a grade."""
-    text = task.show(answer.question, answer.text) if hasattr(task, "show") else ""
+    """Prints an answer. If it has a grade, it is shown as the task shows it, if that is text, and with its reward."""
+    text = task.show(answer.question, answer.text) if answer.grade and hasattr(task, "show") else ""
     text = text if text and not text.startswith("<") else answer.text.strip()
     print(f"  {title}-> {printable(text)}" + " ... (cut off)" * answer.hit_limit)
     if answer.grade:

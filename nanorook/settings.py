@@ -40,7 +40,11 @@ def read_run():
         folder = Path(word.removeprefix("MODEL="))
         file = folder.resolve().parent / "settings.json"
         if os.path.isdir(folder) and file.is_file():
-            GIVEN["run"] = {name: as_text(value) for name, value in json.loads(file.read_text()).items()}
+            try:
+                found = json.loads(file.read_text()).items()
+            except (ValueError, AttributeError):  # another program's file
+                continue
+            GIVEN["run"] = {name: as_text(value) for name, value in found}
             GIVEN["run"].pop("DEVICE", None)  # which this machine may not have
             break
 
@@ -111,11 +115,7 @@ def output_file(text):
 def finish(program="./train.sh", arguments=None):
     """To be called after the last setting: prints --help, refuses unknown arguments, warns of misspelt variables."""
     if any(a in ("-h", "--help") for a in sys.argv[1:]):
-        print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}")
-        for i, (name, (default, meaning, _)) in enumerate(SETTINGS.items()):
-            if i in HEADINGS:
-                print(f"\n{HEADINGS[i]}")
-            print(f"  {name:26} {default:14} {meaning}")
+        print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}\n{listed()}")
         sys.exit()
     for argument in sys.argv[1:] if arguments is None else arguments:
         name, equals, value = argument.partition("=")
@@ -131,6 +131,15 @@ def finish(program="./train.sh", arguments=None):
         if near and name not in SETTINGS:  # it may be another program's
             message = f"the environment has {name}, which is not a setting; did you mean {near[0]}?"
             print(f"warning: {message}", file=sys.stderr)
+
+
+def listed():
+    """All settings, for --help."""
+    lines = []
+    for i, (name, (default, meaning, _)) in enumerate(SETTINGS.items()):
+        lines += [f"\n{HEADINGS[i]}"] if i in HEADINGS else []
+        lines.append(f"  {name:26} {default:14} {meaning}")
+    return "\n".join(lines)
 
 
 def values():

@@ -38,6 +38,12 @@ def known(values):
     return [value for value in values if value is not None]
 
 
+def is_share(name, values):
+    """Whether a figure is a share, of which more is better: its values are between 0 and 1, and it is no error."""
+    metric = name.split(" ")[1]
+    return not metric.endswith("_error") and all(0 <= value <= 1 for value in known(values))
+
+
 def figure(values):
     """(mean, half-width of its interval, values) of questions, some of which may have no value."""
     return *interval(known(values)), values

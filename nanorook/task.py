@@ -37,7 +37,9 @@ class Grade(NamedTuple):
     # (name, value, (start, end), ...): what a piece of the reward is worth, and the characters of the answer that it
     # judges; without a span it judges the whole answer. Names are unique within an answer.
     pieces: tuple
-    metrics: dict  # name -> float, averaged over answers and logged; "structure": whether the answer can be read
+    # name -> float, averaged over answers and logged. "structure": whether the answer can be read. Less of an _error is
+    # better; of any other metric whose values are between 0 and 1, more.
+    metrics: dict
 
     @property
     def reward(self):
@@ -163,11 +165,14 @@ def first_questions(task, items, count, rng, config):
 
 def checked(task, questions):
     for question in questions:
-        kind, prompt, _, stop, _ = question if isinstance(question, Question) else (None,) * 5
+        kind, prompt, _, stop, stop_after = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
-        if not all(isinstance(text, str) for text in (kind, *pieces, stop)) or not any(pieces):
-            fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, and whose "
-                 "prompt is a string or a tuple of strings, and is not empty.")  # fmt: skip
+        texts = all(isinstance(text, str) for text in (kind, *pieces, stop))
+        if not (texts and any(pieces) and isinstance(stop_after, int)):
+            fail(
+                f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, whose "
+                "stop_after is a whole number, and whose prompt is a string or a tuple of strings, and is not empty."
+            )
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
-from nanorook.statistics import beyond_chance, gain, interval, known
+from nanorook.statistics import beyond_chance, gain, interval, is_share, known
 from nanorook.task import kinds_of
 
 WINDOW = 10  # training steps whose mean reward is compared
@@ -43,7 +43,7 @@ def verdict(out):
     kinds = kinds_of(rows[-1])
     gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
     changed = {name: gains[name][0] for name in beyond_chance(gains)}
-    shares = [name for name in changed if is_share(name, first, last)]
+    shares = [name for name in changed if more_is_better(name, first, last)]
     rose, fell = ([name for name in shares if sign * changed[name] > 0] for sign in (1, -1))
     unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", 1) for row in rows) <= 0]
     asked = sum(len(figure[2]) for name, figure in first.items() if name.endswith(" reward T=0"))
@@ -95,9 +95,9 @@ def when_asked(title):
     return "before the run" if title == "before" else f"at {title}"
 
 
-def is_share(name, *skills):
-    """Whether a figure's unit is known and more of it is better: a reward, or a metric that is a share."""
-    return " reward " in name or all(0 <= value <= 1 for skill in skills for value in known(skill[name][2]))
+def more_is_better(name, *skills):
+    """Whether more of a figure is better: of a reward, or of a metric that is a share."""
+    return " reward " in name or all(is_share(name, skill[name][2]) for skill in skills)
 
 
 def in_words(names, first, last, gains, most=3):
@@ -105,7 +105,7 @@ def in_words(names, first, last, gains, most=3):
     found = {}
     for name in sorted(names, key=lambda name: -abs(gains[name][0])):
         figure, _, heat = name.partition(" T=")
-        scale, unit = (1, "") if " reward " in name or not is_share(name, first, last) else (100, " %")
+        scale, unit = (1, "") if " reward " in name or not more_is_better(name, first, last) else (100, " %")
         digits = 1 if unit or abs(gains[name][0]) >= 10 else 2
         before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name]))
         text = f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"

@@ -79,10 +79,17 @@ def test_a_tasks_own_defaults_hold(capsys, toy_model, tmp_path):
     assert asked.startswith("short: elsewhere\n") and "  T=0.5  -> " in asked
 
 
+def test_a_task_without_question_need_not_show_what_has_no_truth(capsys, toy_model, tmp_path):
+    (tmp_path / "own.py").write_text("from toy import *\nshow = lambda question, text: str(question.truth % 10)\n")
+    asked = output(capsys, toy_model, "WHERE ID=3", f"TASK={tmp_path}/own.py", "DTYPE=float32", "DEVICE=cpu")
+    assert ": WHERE ID=3\n  greedy ->" in asked and "\nnot graded: " in asked
+
+
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
 WRONG |= {f"{FEN} {move}": f"'{move}' is not a legal move in rnbq" for move in ("Nf4", "Z0")}
 WRONG |= {"8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
 WRONG |= {f"37+58= {TOY} MY_OWN=3": "MY_OWN is no setting of .*toy.py; leave it out"}
+WRONG |= {f"37+58= {TOY} DTYPE=fp4": "DTYPE=fp4 is not one of auto, float32, bfloat16"}
 WRONG |= {"hello TASK=examples/letters.py": "'hello' is not five different letters"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1": "no move", f"{'.' * 30} {TOY}": "30 tokens leaves no room"}

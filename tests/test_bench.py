@@ -100,13 +100,16 @@ def test_two_workloads_have_the_sizes_of_rookworlds_model():
     assert mates[1:6] == (GPTConfig(), *sized, first, examples.mates.DEFAULTS["KL_COEF"])
 
 
-def test_a_step_of_the_bench_is_a_step_of_training(small, monkeypatch):
+@pytest.mark.parametrize("workload", ["W4", "W7"])
+def test_a_step_of_the_bench_is_a_step_of_training(workload, small, monkeypatch):
     seen, original = [], train.update
     monkeypatch.setattr(train, "update", lambda *a: seen.append(original(*a)) or seen[-1])
-    model, step = bench.prepare(small[0]["W4"], small[1], CPU, torch.float32)
+    model, step = bench.prepare(small[0][workload], small[1], CPU, torch.float32)
     before = model.wte.weight.clone()
     step(), step()
     first, later = seen
     assert first["tokens"] == 2 * 2 * 5 and not first["skipped"] and first["grad_norm"] > 0
-    assert abs(first["kl"]) < 1e-8 < later["kl"] and later["logprob_gap"] < 1e-4
+    if workload == "W4":  # the other one has no reference
+        assert abs(first["kl"]) < 1e-8 < later["kl"]
+    assert later["logprob_gap"] < 1e-4 and all(p.isfinite().all() for p in model.parameters())
     assert not torch.equal(before, model.wte.weight)

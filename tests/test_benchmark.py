@@ -49,7 +49,7 @@ def test_a_perfect_player_is_perfect_in_every_row(measure):
     assert found.pop("illegal moves")[0] == 0 and "environment next_state, legal move without history" in found
     for row, (mean, *_) in found.items():
         if not row.startswith("half-moves"):
-            assert mean == (0 if row.endswith(("cp_loss", "eval_mae")) else pytest.approx(1)), row
+            assert mean == (0 if row.endswith(("move_error", "eval_error")) else pytest.approx(1)), row
 
 
 def test_what_a_model_cannot_do_is_seen_in_the_rows_of_that_alone(measure):

@@ -47,12 +47,14 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
     assert rows["short reward T=1"][2].removesuffix(" *") == gain and values[0] != values[1]
 
 
-def test_one_model_two_models_and_several_tries(shown, toy_model):
+def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path):
     first, rows = shown(toy_model, "EVAL_SAMPLES=4")
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]
     assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
     _, rows = shown(toy_model, toy_model, "EVAL_SAMPLES=1", "SEED=0")
     assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
+    (tmp_path / "LR=1").symlink_to(toy_model)
+    assert shown(tmp_path / "LR=1")[0].endswith(f"A is {tmp_path}/LR=1")
     with pytest.raises(SystemExit, match="EVAL_POSITION=3 is not a setting .*did you mean EVAL_POSITIONS=3"):
         shown(toy_model, "EVAL_POSITION=3")
 
@@ -85,9 +87,13 @@ def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path,
         model = run["MODEL"] if arguments[0] == str(tmp_path / "model") else f"{tmp_path}/model"
         assert found == run | {"LR": 3.0, "DEVICE": "auto", "MODEL": model}
         settings.read_user()  # as train.py does
-    monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
-    settings.read_user()
-    assert settings.setting("TEMPERATURE", 1.0, "") == 1.0
+    for program in ("train.py", "another"):
+        if program == "another":
+            (tmp_path / "settings.json").write_text("// {}")
+            monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "model")])
+        monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
+        settings.read_user() if program == "train.py" else settings.read_run()
+        assert settings.setting("TEMPERATURE", 1.0, "") == 1.0
 
 
 @pytest.mark.slow

@@ -81,8 +81,10 @@ def test_the_worst_and_the_best_answer_are_shown_with_parts_that_add_up(capsys):
     assert "|".join(map(str.strip, capsys.readouterr().out.splitlines())) == f"{worst}|{best}"
     html, text = (SimpleNamespace(show=lambda question, text, form=form: form + text) for form in ("<b>", "seen: "))
     for task, shown in ((html, "x"), (text, "seen: x")):  # a terminal draws no HTML
-        monitor.show_answer(task, answers[2]._replace(grade=None, hit_limit=True), "greedy ")
-        assert capsys.readouterr().out == f"  greedy -> {shown} ... (cut off)\n"
+        monitor.show_answer(task, answers[2]._replace(hit_limit=True), "greedy ")
+        assert capsys.readouterr().out == f"  greedy -> {shown} ... (cut off)\n            0 = 0\n"
+        monitor.show_answer(task, answers[2]._replace(grade=None), "greedy ")  # its question may have no truth
+        assert capsys.readouterr().out == "  greedy -> x\n"
 
 
 def test_pass_at_k_is_the_chance_that_k_draws_hold_a_right_answer():

@@ -169,7 +169,7 @@ def test_a_perfect_answer_is_worth_one(fen, text_format):
     text = texts.policy_completion(fen, label(fen), text_format)
     result = policy(text, fen, text_format=text_format)
     assert policy(f"  {text.replace(' ', '   ')} ", fen).reward == 1.0  # any run of spaces is one
-    assert result.reward == 1.0 and result.metrics.pop("eval_mae") == result.metrics.pop("cp_loss") == 0
+    assert result.reward == 1.0 and result.metrics.pop("eval_error") == result.metrics.pop("move_error") == 0
     assert {result.metrics[name] for name in ("legal", "top5", "best", "candidates", "candidates_legal")} == {1.0}
     for move in label(fen)[0][0], "e2e5":
         text = texts.environment_completion(*rewards.transition(fen, move), text_format)
@@ -257,7 +257,7 @@ def test_evaluations_are_compared_in_pawns_and_bounded():
         *(("d2d4", "-999.5", 0), ("d2d4", "999.98", 20)),  # a mate in more moves is a mate
     ):
         labels = ("e2e4", 30), ("d2d4", -99998)
-        assert policy(answer([move], [number], "e2e4"), labels=labels).metrics["eval_mae"] == pytest.approx(error)
+        assert policy(answer([move], [number], "e2e4"), labels=labels).metrics["eval_error"] == pytest.approx(error)
 
 
 def test_the_best_move_is_best_for_the_side_to_move():

@@ -7,7 +7,17 @@ import numpy
 import pytest
 
 from nanorook import tables
-from nanorook.statistics import differences, figure, gain, interval, over_seeds, shared_variance, spread, student
+from nanorook.statistics import (
+    differences,
+    figure,
+    gain,
+    interval,
+    is_share,
+    over_seeds,
+    shared_variance,
+    spread,
+    student,
+)
 
 REPETITIONS, QUESTIONS = 2000, 400
 
@@ -66,6 +76,11 @@ def test_a_gain_is_that_of_the_same_questions():
     mean, half = gain(before, after)  # the third that has it now does not make the two of before more certain
     assert mean == pytest.approx(1.5)
     assert half == pytest.approx(student(1) / student(99) * interval(differences(before, after))[1])
+
+
+def test_an_error_is_no_share_although_it_may_be_below_1():
+    assert is_share("chess legal T=0", [0.0, None, 0.5, 1.0]) and not is_share("chess length T=0", [0.5, 2.0])
+    assert not is_share("chess move_error T=0", [0.0, 0.64])
 
 
 def test_what_seeds_share():

@@ -60,6 +60,8 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
         "Fell: q reward 0.20 → 0.15 (-0.05 ± 0.00) greedy."
     )
     assert others == "Also changed: q pawns 2.50 → 4.50 (+2.00 ± 0.00) greedy."  # of no known sense
+    before, after = START | {"q a_error T=0": [0.1] * N}, START | {"q a_error T=0": [0.9] * N}
+    assert said({"before": before, "after": after}, STEADY)[0].startswith("● yellow  Nothing rose")
 
 
 CAUSES = {  # of a run in which nothing rose

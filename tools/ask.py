@@ -76,10 +76,12 @@ def main():
     task = task_file.load(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
     settings.take_defaults(task.DEFAULTS)
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")
-    text = " ".join(word for word in a.text if word.partition("=")[0] not in settings.SETTINGS)
-    if unknown := re.search(r"\b[A-Z][A-Z_]+=", text):
-        fail(f"{unknown[0][:-1]} is no setting of {task.__file__}; leave it out.")
-    device, dtype = hardware.prepare()
+    dtype = setting("DTYPE", "auto", "as in train.py", one_of=("auto", "float32", "bfloat16"))
+    device, dtype = hardware.prepare(setting("DEVICE", "auto", "as in train.py"), dtype)
+    text = [word for word in a.text if word.partition("=")[0] not in settings.SETTINGS]
+    if unknown := [word for word in text if re.match("[A-Z][A-Z_]+=", word)]:
+        fail(f"{unknown[0].partition('=')[0]} is no setting of {task.__file__}; leave it out.")
+    text = " ".join(text)
     model = GPT.load(a.model).to(device).inference_copy(dtype)
     torch.manual_seed(a.seed)
     temperature, known = temperature if a.temperature is None else a.temperature, hasattr(task, "question") or not text

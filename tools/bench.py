@@ -106,9 +106,11 @@ def random_model(config):
         Path(folder, "config.json").write_text(json.dumps(config))
         kind = architecture(Path(folder))
         model = kind(kind.read_config(Path(folder)))
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.02)
+        elif name.endswith("bias"):
+            torch.nn.init.zeros_(p)
     return model
 
 

@@ -33,10 +33,12 @@ from nanorook.task import load_items, make_questions, start_model
 
 def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
+    p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
-    models, given = ([word for word in a.model if ("=" in word) is setting] for setting in (False, True))
+    given = [word for word in a.model if "=" in word and not Path(word).exists()]
+    models = [word for word in a.model if word not in given]
     settings.finish("python -m tools.evaluate", given)
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
         if given:
