@@ -16,7 +16,9 @@ def chat_template(config):
     files = config.tokenizer.files
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
-    return json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+    found = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+    named = isinstance(found, list)  # several, of which one is for chats
+    return {one["name"]: one["template"] for one in found}.get("default") if named else found
 
 
 def chat(config, messages, **options):

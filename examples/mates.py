@@ -18,7 +18,7 @@ from rook import mating, positions
 from rook.stockfish import MATE
 
 DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.03, EVAL_POSITIONS=1000)
-DEFAULTS |= dict(EVAL_EVERY=0, OUT_DIR="runs/mates")
+DEFAULTS |= dict(WARMUP_STEPS=5, EVAL_EVERY=0, OUT_DIR="runs/mates")
 LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show = rewards.start_model, rewards.show
 SHARE = 0.75  # of questions with a mate in one

@@ -10,7 +10,7 @@ runs, with the entropy and the groups without a signal of the first step.
 import argparse
 from pathlib import Path
 
-from experiments.seeds import record, run
+from experiments.seeds import record, run, shared_settings
 from experiments.variants import recorded, rows
 from nanorook import tables, verdict
 from nanorook.settings import number
@@ -56,6 +56,8 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     known = recorded(file, {"shared": SHARED, "tasks": TASKS, "estimators": ESTIMATORS}, p)
     runs = known["runs"]
+    for task in a.only:
+        shared_settings(TASKS[task][2]["TASK"], [])  # whose names run() takes out of the environment
     for seed in range(a.seeds):
         for task in a.only:
             taught, form, settings = TASKS[task]

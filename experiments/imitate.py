@@ -50,7 +50,7 @@ def main():
     p.add_argument("--rows", type=count, default=256, help="number of questions in a step")
     p.add_argument("--eval-every", type=count, default=100, help="steps between evaluations")
     a = p.parse_args()
-    train.task, train.LR = mates, mates.DEFAULTS["LR"]
+    train.task, train.LR, warmup = mates, mates.DEFAULTS["LR"], mates.DEFAULTS["WARMUP_STEPS"]
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).set_compute_dtype(dtype)
     space = "" if rewards.chess_format(model.config) in rewards.WIDTH else " "
@@ -70,7 +70,7 @@ def main():
         states = hidden(model, tokens)[targets >= 0]  # (K, C)
         F.cross_entropy(model.head(states).float(), targets[targets >= 0]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.MAX_GRAD_NORM)
-        optimizer.param_groups[0]["lr"] = train.LR * grpo.schedule(step, a.steps, train.WARMUP_STEPS, "linear")
+        optimizer.param_groups[0]["lr"] = train.LR * grpo.schedule(step, a.steps, warmup, "linear")
         optimizer.step()
         model.zero_grad(set_to_none=True)
 

@@ -12,6 +12,7 @@ even where seeds ask some of the same questions because a task has few (see nano
 
 import argparse
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -55,15 +56,18 @@ def shared_settings(task, given):
 
 
 def run(folder, arguments):
-    """What seeds.json records of a run of train.py, which is made first unless it is already there."""
+    """What seeds.json records of a run of train.py, which is made first unless it is already there. Its settings are
+    those in the arguments, not those of the environment."""
     if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            follow(subprocess.Popen(command, cwd=ROOT, stdout=log), folder)  # subprocess.run would kill it at Ctrl-C
+            others = {name: value for name, value in os.environ.items() if name not in settings.SETTINGS}
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, env=others)  # run() would kill it at Ctrl-C
+            follow(process, folder)
             if not finished(folder):  # whatever its verdict, which its exit code tells
                 fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
-    about, settings, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
-    (first, *_, last), steps = skill.values(), {"before": 0, "after": settings["STEPS"]}
+    about, made_with, skill = (read(folder / f"{name}.json") for name in ("run", "settings", "skill"))
+    (first, *_, last), steps = skill.values(), {"before": 0, "after": made_with["STEPS"]}
     gains = rounded({name: gain(first[name][2], last[name][2]) for name in last if name in first})
     skill = {str(steps.get(title, title.split(" ")[-1])): rounded(figures) for title, figures in skill.items()}
     return {"about": {k: about[k] for k in about if k != "questions"}, "skill": skill, "gain": gains}
@@ -163,7 +167,9 @@ def main():
     ):
         for seed in range(count):
             if (name := f"{kind}-{seed}") not in recorded["runs"]:
-                arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={control}", *a.settings]
+                if gone := [name for name in recorded["runs"] if not finished(out / name)]:
+                    fail(f"{file} records {gone[0]}, whose folder is gone, so no run can be added; name another OUT.")
+                arguments = [f"TASK={a.task}", f"SEED={seed}", f"CONTROL={control}", *given]
                 recorded["runs"][name] = run(out / name, arguments)
                 recorded["shared"][kind] = shared(out / f"{kind}-{n}" for n in range(seed + 1))
                 record(file, recorded)

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from experiments.seeds import read, record, run
+from experiments.seeds import read, record, run, shared_settings
 from nanorook import tables, verdict
 from nanorook.settings import number
 from nanorook.statistics import over_seeds, with_interval
@@ -51,14 +51,9 @@ COLUMNS = {"letters": {"": "letters last"}, "sums": {"result, ": "sums result", 
 
 
 def measure(task, settings, folder):
-    """What the file records of one run, or None if the run gave up after its start."""
+    """What the file records of one run."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        found = run(folder, [f"TASK=examples/{task}.py", *(f"{name}={value}" for name, value in settings.items())])
-    except SystemExit as sentence:
-        if not (folder / "metrics.jsonl").exists():
-            raise
-        return print(sentence)
+    found = run(folder, [f"TASK=examples/{task}.py", *(f"{name}={value}" for name, value in settings.items())])
     last, rows = [*found["skill"].values()][-1], verdict.read(folder / "metrics.jsonl")
     columns = product(COLUMNS[task].items(), (("greedy", 0), ("sampled", settings.get("TEMPERATURE", 1.0))))
     skill = {f"{name}{way}": last[f"{metric} T={t:g}"][0] for (name, metric), (way, t) in columns}
@@ -70,15 +65,13 @@ def rows(runs):
     """The rows of the table, its heading first: means over the seeds with their 95 % intervals. "entropy" is that of
     the last step in nats per token, "clipped" the share of tokens whose gradient the clip changed; all but the entropy
     are in percent."""
-    columns = list(next(run for found in runs.values() for run in found.values() if run))
+    columns = next(list(run) for found in runs.values() for run in found.values())
     result = [["", *columns]]
     for name, found in runs.items():
-        sound = [run for run in found.values() if run]  # the others gave up
-        result.append([name + f" ({len(sound)} of {len(found)} runs)" * (len(sound) < len(found))])
+        result.append([name])
         for column in columns:
             scale, form = (1, ".2f") if column == "entropy" else (100, ".1f")
-            values = [(scale * run[column], 0.0) for run in sound]
-            result[-1].append(with_interval(*over_seeds(values), form) if values else "")
+            result[-1].append(with_interval(*over_seeds([(scale * run[column], 0.0) for run in found.values()]), form))
     return result
 
 
@@ -102,6 +95,7 @@ def main():
     if unknown := set(only) - set(variants):
         p.error(f"{a.task} has no variant {', '.join(unknown)}; it has {', '.join(variants)}.")
     known = recorded(file, {"shared": SHARED[a.task], "variants": variants}, p)
+    shared_settings(f"examples/{a.task}.py", [])  # whose names run() takes out of the environment
     for seed in range(a.seeds):
         for name in only:
             found = known["runs"].setdefault(name, {})

@@ -112,7 +112,8 @@ class Run:
         parallel.log(f"{self.out} contains {self.step} steps of this run, which is resumed. FRESH=1 starts over.")
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
-            if settings.values()["LR_SCHEDULE"] != "constant":
+            old = saved["settings"]
+            if old["LR_SCHEDULE"] != "constant" and old["STEPS"] > old["WARMUP_STEPS"]:
                 parallel.log(f"LR had fallen to 0 by step {self.step}, where the run was to end. It now follows the "
                              f"schedule of a run of {steps} steps, and so is above 0 again.")  # fmt: skip
         return saved["model"], saved["optimizer"]

@@ -216,6 +216,8 @@ def evaluate(model, questions):
 
 def open_folder(out):
     """Locks the folder, and refuses one with a model that another program has made."""
+    if out.exists() and not out.is_dir():
+        fail(f"{out} is a file; name a folder to write to.")
     out.mkdir(parents=True, exist_ok=True)
     lock(os.open(out / ".lock", os.O_CREAT | os.O_WRONLY), out)  # it stays open until this process ends
     foreign = [file for name in ("config.json", "*.safetensors", "*.bin") for file in out.glob(name)]
@@ -290,6 +292,7 @@ def main():
     optimizers = [Muon(matrices, args.lr_matrix, model.dtype), adam]
     weights_dtype = torch.bfloat16 if args.half else torch.float32
     step, seconds = state.get("step", 0), state.get("elapsed", 0.0)
+    seen = state.get("texts", step * rows_of_a_step)  # steps before this one may have had other numbers of rows
     if step > args.steps:
         fail(f"{args.out} holds {step} steps of training, and --steps {args.steps} is below that; raise it.")
     if state:
@@ -336,19 +339,19 @@ def main():
         else:
             tqdm.write(f"step {step + 1}: the gradient is not finite, so the weights stay as they are")
         model.zero_grad(set_to_none=True)
-        step += 1
+        step, seen = step + 1, seen + rows_of_a_step
         seconds, last = seconds + time.time() - last, time.time()
         if step % 10 == 0:
             bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
         if step % args.eval_every and step < args.steps and not stop:
             continue
-        state = {"step": step, "elapsed": seconds, "config": described, "dtype": str(model.dtype)[6:]}
+        state = {"step": step, "texts": seen, "elapsed": seconds, "config": described, "dtype": str(model.dtype)[6:]}
         state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
         whole = with_rows(model, row_of)
         save(args.out, whole, weights_dtype, state)
         if stop:
             sys.exit(f"stopped at step {step}; the same command resumes from there.")
-        skill = {"step": step, "texts": step * rows_of_a_step, "seconds": round(seconds), **evaluate(whole, questions)}
+        skill = {"step": step, "texts": seen, "seconds": round(seconds), **evaluate(whole, questions)}
         shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
         tqdm.write(f"step {step}  " + "  ".join(shown))
         with open(args.out / "skill.jsonl", "a") as log:

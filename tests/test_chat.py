@@ -87,6 +87,11 @@ def test_a_template_may_be_a_file_of_its_own_and_has_what_transformers_gives_it(
     for said, sentence in ((("no", "x"), "refuses a message: a role of its own"), (("user", 3), "fails: TypeError")):
         with pytest.raises(SystemExit, match=f"the model's chat template {sentence}"):
             chat(config, messages_of(said))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [
+        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"},
+    ]}))  # fmt: skip
+    template.unlink()
+    assert chat(config_of(tmp_path), messages_of(("user", "hello"))) == ("hello",)
     template.write_text("{{ ''.__class__.__mro__ }}")  # a folder from the hub is not to be trusted
     with pytest.raises(SystemExit, match="SecurityError"):
         chat(config_of(tmp_path), [])

@@ -53,8 +53,10 @@ def test_texts_have_the_same_tokens_and_the_model_the_same_logits(run, whole, tm
 def test_what_cannot_be_cut_is_refused(run, whole, tmp_path, bpe_folder):
     with pytest.raises(SystemExit, match="weights/tiny is not a GPT-2 in RookWorld's format"):
         run(toy.ROOT / "weights/tiny", tmp_path / "small")
-    with pytest.raises(SystemExit, match=f"{whole} is not empty; name another folder"):
+    with pytest.raises(SystemExit, match=f"{whole} is not an empty folder; name another one"):
         run(whole, whole)
+    with pytest.raises(SystemExit, match="is not an empty folder; name another one"):
+        run(whole, whole / "config.json")
     unlike = GPT.load(whole)
     unlike.tokenizer = Tokenizer.load(bpe_folder)
     unlike.config.vocab_size, unlike.config.eos_token_id = unlike.tokenizer.vocab_size, unlike.tokenizer.eos

@@ -136,9 +136,10 @@ def test_learning_rates_and_signs(examine, monkeypatch):
     said(examine(policy, policy.inference_copy(torch.float32)), "update", "The reference moved with the policy")
     said(examine(LR=0.0), "update", "did not move")
     said(examine(parameters=copy.deepcopy(toy.model()).parameters()), "update", "whether the optimizer has all of them")
+    assert "update" in (text := examine(CONTROL="zero")) and "learning" not in text
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *a, **k: (-(result := loss(*a, **k))[0], result[1]))
-    said(examine(), "learning", "is a sign wrong")
+    said(examine(CONTROL="none"), "learning", "is a sign wrong")
 
 
 @pytest.mark.slow

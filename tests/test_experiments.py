@@ -22,7 +22,8 @@ from nanorook.tokenizer import Tokenizer
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
     started = []
 
-    def run(command, stdout, **_):
+    def run(command, stdout, cwd, env):
+        assert env["PATH"] and "LR" not in env  # which the arguments have
         known = seeds.read(tmp_path / "seeds.json")["settings"]  # from now on the folder is of these
         assert "STEPS=9" in known and "LR=0.5" in known and "KL_COEF=0.08" in known and "CONTROL=0" not in known
         given = dict(argument.split("=", 1) for argument in command[2:])
@@ -64,6 +65,10 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
         with pytest.raises(SystemExit) as stopped, mock.patch.dict("os.environ", environment):
             main(*arguments)
         assert said in f"{stopped.value}{capsys.readouterr().err}"
+    assert len(started) == 4
+    (tmp_path / "seed-0" / "run.json").unlink()
+    with pytest.raises(SystemExit, match="records seed-0, whose folder is gone, so no run can be added"):
+        main("STEPS=9", "--seeds", "3")
     assert len(started) == 4
 
 
@@ -116,18 +121,18 @@ def test_variants_are_settings_of_train_as_recorded_and_not_run_again(tmp_path, 
         made.append(arguments)
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text('{"clip_low": 0.1, "clip_high": 0.3, "entropy": 0.5}\n')
-        if "SEED=1" in arguments:
-            raise SystemExit("error: the run failed for the third time")
         return {"skill": {"0": {}, "30": {"letters last T=0": [0.5, 0.1], "letters last T=1": [0.25, 0.1]}}}
 
     monkeypatch.setattr(variants, "run", run)
     monkeypatch.setattr(variants, "__file__", f"{tmp_path}/variants.py")  # beside which the file is written
-    monkeypatch.setattr("sys.argv", ["variants", str(tmp_path), "--seeds", "2", "--only", "default", "EPOCHS=2"])
     shared = ["TASK=examples/letters.py", "STEPS=30", "EVAL_POSITIONS=400", "KL_COEF=0.0"]
     for _ in range(2):
-        variants.main()
+        monkeypatch.setattr("sys.argv", ["variants", str(tmp_path), "--seeds", "2", "--only", "default", "EPOCHS=2"])
+        with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
+            variants.main()
+            assert {"LR", "STEPS"} < settings.SETTINGS.keys()
         rows = re.sub(" +", " ", capsys.readouterr().out)
-        assert "| EPOCHS=2 (1 of 2 runs) | 50.0 | 25.0 | 0.50 | 40.0 |" in rows
+        assert "| EPOCHS=2 | 50.0 ± 0.0 | 25.0 ± 0.0 | 0.50 ± 0.00 | 40.0 ± 0.0 |" in rows
         assert made == [[*shared, *more, f"SEED={seed}"] for seed in (0, 1) for more in ([], ["EPOCHS=2"])]
     monkeypatch.setattr("sys.argv", ["variants", "--seeds", "0"])
     with pytest.raises(SystemExit):
@@ -150,9 +155,10 @@ def test_estimators_are_compared_on_each_task_before_and_after(tmp_path, monkeyp
 
     monkeypatch.setattr(estimators, "run", run)
     monkeypatch.setattr(estimators, "__file__", f"{tmp_path}/estimators.py")  # beside which the file is written
-    monkeypatch.setattr("sys.argv", ["estimators", f"{tmp_path}/runs", "--only", "mates", "--seeds", "2"])
     for _ in range(2):
-        estimators.main()
+        monkeypatch.setattr("sys.argv", ["estimators", f"{tmp_path}/runs", "--only", "mates", "--seeds", "2"])
+        with mock.patch.dict(settings.SETTINGS), mock.patch.dict(settings.GIVEN):
+            estimators.main()
         table = re.sub(" +", " ", capsys.readouterr().out)
         assert "| | greedy | sampled | form | pass@4 | pass@16 | entropy | without signal |" in table
         assert f"| mates, start {5 * '| 25.0 ± 0.0 '}| 0.50 ± 0.00 | 10.0 ± 0.0 |" in table

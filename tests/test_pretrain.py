@@ -307,6 +307,8 @@ def test_another_architecture_is_refused_before_the_first_step(run, few, monkeyp
 def test_a_folder_that_is_not_its_own_is_refused_before_the_first_step(run, few, tmp_path):
     weights = shutil.copytree("weights/tiny", tmp_path / "m") / "model.safetensors"
     before = weights.read_bytes()
+    with pytest.raises(SystemExit, match="config.json is a file; name a folder to write to"):
+        run("m/config.json", "--data", few, "--steps", 1)
     with pytest.raises(SystemExit, match="m holds a model that this program has not made; name another folder"):
         run("m", "--data", few, "--steps", 1)
     torch.save({"step": 8}, tmp_path / "m/trainer.pt")  # a checkpoint of train.py's has one of its own
@@ -375,7 +377,9 @@ def test_a_mix_of_ones_own(run, few, bpe_folder, tmp_path, monkeypatch):
     shape = "--tokenizer", bpe_folder, "--format", "rookworld", "--positions", 512
     run("m", "--data", few, "--steps", 2, *shape, "--mix", "moves=6", "environment=3")
     assert drawn == 2 * [{"moves": 6, "environment": 3}]
-    assert json.loads((tmp_path / "m/skill.jsonl").read_text())["texts"] == 18
+    run("m", "--data", few, "--steps", 3, *shape, "--mix", "moves=4", "environment=1")
+    lines = (tmp_path / "m/skill.jsonl").read_text().splitlines()
+    assert [json.loads(line)["texts"] for line in lines] == [18, 23]
 
 
 def test_what_cannot_be_done_is_said(run, few, tmp_path, capsys):

@@ -35,6 +35,21 @@ def test_training_stays_in_the_folder_where_it_is_called(tmp_path):
         assert done.stdout == f"{tmp_path}/here {tmp_path}/project/train.py DATA=mine.pgn\n"
 
 
+def test_an_environment_whose_python_is_gone_is_made_again(tmp_path):
+    for name in ("train.sh", "tools/setup.sh", "requirements.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    shutil.copy(ROOT / "requirements.txt", tmp_path / ".venv")
+    (tmp_path / ".venv/bin/python").symlink_to("/gone/python3")
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin/uv", "echo uv $@; exit 3")
+    done = subprocess.run(
+        ["./train.sh"], cwd=tmp_path, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("uv venv") and not (tmp_path / ".venv").exists() and done.returncode
+
+
 @pytest.mark.parametrize("package", ["tools", "experiments"])
 def test_ctrl_c_and_a_reader_that_has_gone_end_a_program_without_a_traceback(package):
     def end(code):

@@ -167,6 +167,13 @@ def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_
     toy_run("constant", STEPS=1, LR_SCHEDULE="constant")
     toy_run("constant", STEPS=2, LR_SCHEDULE="constant")
     assert "LR had fallen" not in capsys.readouterr().out
+    rises = "The learning rate rises for 9 steps, so a run of {} ends before it reaches LR."
+    toy_run("rising", STEPS=2, WARMUP_STEPS=9)
+    assert rises.format(2) in capsys.readouterr().out
+    toy_run("rising", STEPS=3, WARMUP_STEPS=9)
+    assert "LR had fallen" not in (said := capsys.readouterr().out) and rises.format(3) in said
+    toy_run("rising", STEPS=9, WARMUP_STEPS=9)
+    assert "The learning rate rises" not in capsys.readouterr().out
 
 
 def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):

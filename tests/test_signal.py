@@ -157,6 +157,10 @@ def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):
     signal.main()
     printed = capsys.readouterr().out
     assert all(re.search(f"^{row}", printed, re.M) for row in ROWS), printed
+    toy_settings(KL_COEF=0.0)
+    monkeypatch.setattr(signal, "REFERENCE", "elsewhere")
+    with pytest.raises(SystemExit, match="REFERENCE=elsewhere has no effect with KL_COEF=0"):
+        signal.main()
 
 
 @pytest.mark.slow

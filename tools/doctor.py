@@ -125,6 +125,8 @@ def run_checks(model, reference, optimizers, questions):
     for kind, parts in kinds.items():
         paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
         gains |= {f"{kind}/gain": mean((logprobs(parts) - before[kind]) * paid)} if paid.any() else {}
+    if not gains:  # which "update" has already said
+        return
     gain, kind = monitor.worst(gains, "gain", min)
     yield check(
         "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},

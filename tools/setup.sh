@@ -8,6 +8,7 @@ fi
 if [ -z "${PYTHON:-}" ]; then
     pushd "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null
     PYTHON=$PWD/.venv/bin/python
+    [ -x "$PYTHON" ] || rm -rf .venv # the Python that it was made with is gone
     for file in $NEEDS; do
         if cmp -s "$file" ".venv/$file"; then
             continue

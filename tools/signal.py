@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from nanorook import settings
-from nanorook.settings import heading, setting
+from nanorook.settings import fail, heading, setting
 
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
@@ -106,7 +106,7 @@ def ways(answers):
     yield SET, answers, train.CREDIT, train.KL_COEF
     other = "answer" if train.CREDIT == "piece" else "piece"
     yield f"CREDIT={other}", answers, other, train.KL_COEF
-    if REFERENCE and train.KL_COEF:
+    if REFERENCE:
         yield "KL_COEF=0", answers, train.CREDIT, 0.0
     for name in dict.fromkeys(name for answer in answers for name in earned(answer.grade.pieces)):
         pieces = [[piece for piece in a.grade.pieces if piece[0].split(" ")[0] == name] for a in answers]
@@ -185,9 +185,11 @@ def report(found, kinds, seconds, tokens):
 
 def main():
     settings.finish("python -m tools.signal")
+    if REFERENCE and not train.KL_COEF:
+        fail(f"REFERENCE={REFERENCE} has no effect with KL_COEF=0; leave it out, or give the KL a weight.")
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
-    reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE and train.KL_COEF else None
+    reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
     print(f"{train.MODEL or start_model(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
           f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
