@@ -26,17 +26,17 @@ from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.065, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.055, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
 MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.97, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
-DEFAULTS = {"KL_COEF": 0.08, "WARMUP_STEPS": 25}
+DEFAULTS = {"KL_COEF": 0.08}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
-ILLEGAL_SHARE = 2 / 5  # with one in two, next states after legal moves got worse, with one in three after illegal ones
+ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with two in five, next states after illegal moves got worse
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in twelve
 
 

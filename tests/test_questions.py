@@ -177,7 +177,7 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
 
 
 @pytest.mark.parametrize("task", [rewards, mates])
-def test_a_quarter_of_the_positions_are_in_check_and_two_in_five_moves_asked_about_are_illegal(task, positions):
+def test_a_quarter_of_the_positions_are_in_check_and_half_of_the_moves_asked_about_are_illegal(task, positions):
     config, items = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0]
     others, illegal = [], []
     for seed in range(20):
@@ -188,7 +188,7 @@ def test_a_quarter_of_the_positions_are_in_check_and_two_in_five_moves_asked_abo
         others += [P.groups(question.prompt) for question in asked if question.kind == "policy"]
         illegal += [question.truth[3] for question in asked if question.kind == "environment"]
     assert task is mates or 0 < others.count(["in_check"]) < len(others) / 5  # as often as in games
-    assert task is mates or abs(sum(illegal) / len(illegal) - 0.4) < 0.1
+    assert task is mates or 0.4 < sum(illegal) / len(illegal) < 0.6
     ordinary = [position for kind, position in items if kind == "moves"][:200]
     assert {*rewards.draw_ordinary(ordinary, 200, 190, random.Random(0))} == {*ordinary}  # where all are asked for
 
