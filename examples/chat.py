@@ -17,8 +17,9 @@ def chat_template(config):
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()
     found = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
-    named = isinstance(found, list)  # several, of which one is for chats
-    return {one["name"]: one["template"] for one in found}.get("default") if named else found
+    if isinstance(found, list):  # several, each with a name
+        found = {one["name"]: one["template"] for one in found}.get("default")
+    return found
 
 
 def chat(config, messages, **options):

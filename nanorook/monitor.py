@@ -205,13 +205,12 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     again = ", blocks recomputed in the backward pass" * model.recompute
     steps, warmup = values()["STEPS"], values()["WARMUP_STEPS"]
-    short = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."
+    early = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
         f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
-        + short
-        * (steps < warmup)
+        f"{early * (steps < warmup)}"
     )
 
 
