@@ -23,8 +23,8 @@ LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show = rewards.start_model, rewards.show
 SHARE = 0.75  # of questions with a mate in one
 LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
-for name in ("MIX_ENV_RATIO", "MIX_FIRST_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER"):
-    SETTINGS.pop(name)  # of the whole chess task; they would have no effect here
+for name in SETTINGS.keys() & vars(rewards):
+    del SETTINGS[name]  # a setting of the whole chess task, which would have no effect here
 
 
 def load(source, config):

@@ -23,7 +23,7 @@ from statistics import fmean
 from nanorook import settings, tables
 from nanorook.run import finished, write
 from nanorook.settings import ROOT, fail, number
-from nanorook.statistics import differences, gain, over_seeds, shared_variance, with_interval
+from nanorook.statistics import differences, gain, is_share, over_seeds, shared_variance, with_interval
 
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
 
@@ -101,7 +101,7 @@ def shared(folders):
 def means(runs, name):
     """(of each run the means of a figure, wherever it was asked; whether they are shares, and so in percent)"""
     found = [[skill[name][0] for skill in run["skill"].values() if name in skill] for run in runs]
-    share = not name.split(" ")[1].endswith("_error") and max(abs(mean) for run in found for mean in run) <= 1
+    share = is_share(name, [abs(mean) for run in found for mean in run])
     return [[100 * mean for mean in run] if share else run for run in found], share
 
 

@@ -36,7 +36,7 @@ def main():
     parser.add_argument("model", help="the model to cut")
     parser.add_argument("out", type=Path, help="the folder to write")
     args = parser.parse_args()
-    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+    if args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
         fail(f"{args.out} is not an empty folder; name another one.")
     model = GPT.load(args.model)
     if type(model) is not GPT or rewards.chess_format(model.config) != "rookworld":

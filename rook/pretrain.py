@@ -216,7 +216,7 @@ def evaluate(model, questions):
 
 def open_folder(out):
     """Locks the folder, and refuses one with a model that another program has made."""
-    if out.exists() and not out.is_dir():
+    if out.is_file():
         fail(f"{out} is a file; name a folder to write to.")
     out.mkdir(parents=True, exist_ok=True)
     lock(os.open(out / ".lock", os.O_CREAT | os.O_WRONLY), out)  # it stays open until this process ends

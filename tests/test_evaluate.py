@@ -87,13 +87,13 @@ def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path,
         model = run["MODEL"] if arguments[0] == str(tmp_path / "model") else f"{tmp_path}/model"
         assert found == run | {"LR": 3.0, "DEVICE": "auto", "MODEL": model}
         settings.read_user()  # as train.py does
-    for program in ("train.py", "another"):
-        if program == "another":
-            (tmp_path / "settings.json").write_text("// {}")
-            monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "model")])
-        monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
-        settings.read_user() if program == "train.py" else settings.read_run()
-        assert settings.setting("TEMPERATURE", 1.0, "") == 1.0
+    monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
+    settings.read_user()
+    assert settings.setting("TEMPERATURE", 1.0, "") == 1.0
+    (tmp_path / "settings.json").write_text("// {}")  # another program's
+    monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "model")])
+    settings.read_run()
+    assert settings.setting("TEMPERATURE", 1.0, "") == 1.0 and not settings.GIVEN["run"]
 
 
 @pytest.mark.slow
