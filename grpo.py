@@ -55,25 +55,26 @@ def advantages(values, group_size, scale="none", best_of=1):
     neighbours are multiplied by weights and added up again, so the order is kept. If c answers reach a difference's
     upper value:
 
-    scale   best_of  its weight                     v - mean is then the gradient of
-    "none"  k        C(G-1-c, k-1) / C(G-1, k-1)    E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
-    "mean"  1        G / c                          ∫ log P(v > x) dx (MaxRL, arXiv 2602.02710), to order G-1 in 1 - P
-    "mean"  k        that of "none" / (1 - C(G-c, k) / C(G, k))    ∫ log P(best of k > x) dx, likewise
+    scale   best_of  its weight                             v - mean is then the gradient of
+    "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
+    "mean"  1        G / c                                  ∫ log P(v > x) dx (MaxRL, arXiv 2602.02710) without terms of
+                                                            order G and above in 1 - P, the sum of E[best of j] / j
+    "mean"  k        w(j) / (1 - j/G), summed over          ∫ log P(best of k > x) dx / k, likewise
+                     j = k, 2k, 3k, ... < G
     """
-    groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
+    rewards = groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
     alike = groups.amax(1) - groups.amin(1) <= 1e-6  # (B, K); their advantages are 0, not the mean's rounding error
     if scale == "mean" or best_of > 1:
-        G, k, C = group_size, best_of, math.comb
+        G, C = group_size, math.comb
+        scales = {j: 1 / (1 - j / G) for j in range(best_of, G, best_of)} if scale == "mean" else {best_of: 1}
         counts = range(G - 1, 0, -1)  # c of each difference, from the lowest to the highest
-        weights = [C(G - 1 - c, k - 1) / C(G - 1, k - 1) for c in counts]
-        if scale == "mean":
-            weights = [weight / (1 - C(G - c, k) / C(G, k)) for weight, c in zip(weights, counts)]
+        weights = [sum(C(G - 1 - c, j - 1) / C(G - 1, j - 1) * x for j, x in scales.items()) for c in counts]
         ordered, order = groups.sort(1)  # (B, G, K)
         differences = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0, *weights])[:, None]
         groups = groups.scatter(1, order, differences.cumsum(1))  # back in the order of the answers
     result = groups - groups.mean(1, keepdim=True)
     if scale == "std":
-        result = result / (groups.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
+        result = result / (rewards.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
     return result.masked_fill(alike[:, None], 0).flatten(0, 1)
 
 

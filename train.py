@@ -356,9 +356,9 @@ def main():
             run.good = snapshot  # the state before this update: its answers and their KL were sound
 
         # Evaluation, checkpoint
-        stopping = parallel.gather(signals)
         if run.step in eval_steps:
             evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
+        stopping = parallel.gather(signals)  # those that came during the evaluation, too
         if lead and (run.step in eval_steps or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)
     finish(run, model, optimizers, eval_questions, stopping)

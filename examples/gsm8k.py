@@ -12,6 +12,7 @@ import gzip
 import json
 import re
 import urllib.request
+import zlib
 from fractions import Fraction
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def read(folder, name):
                 if number_in(answer) is None:
                     fail(f"{file}, line {number}: the answer has to end with #### and a number.")
                 items.append((question, answer))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         fail(f"{file}: expected lines of JSON with a question and an answer: {type(error).__name__} {error}")
     return items
 

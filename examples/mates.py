@@ -13,7 +13,7 @@ import argparse
 import gzip
 
 import rewards
-from nanorook.settings import SETTINGS, fail
+from nanorook.settings import SETTINGS, fail, output_file
 from rook import mating, positions
 from rook.stockfish import MATE
 
@@ -67,12 +67,14 @@ def make(out, files):
     found = positions.distinct(position for file in files for position in positions.load(file))
     mates = [position for position in found if position.moves and position.moves[0][1] == MATE - 1]
     mates = sorted(position.fen for position in mates if positions.is_sound(position))
+    if not mates:
+        fail("in no labelled position the best move mates; label positions with rook.label first.")
     with open(out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
         zipped.write("".join(f"{fen}\n" for fen in mates).encode())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m examples.mates", description=make.__doc__)
-    parser.add_argument("out", help="the file to make, gzipped")
+    parser.add_argument("out", type=output_file, help="the file to make, gzipped")
     parser.add_argument("files", metavar="FILE", nargs="+", help="labelled positions")
     make(**vars(parser.parse_args()))

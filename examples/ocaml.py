@@ -57,11 +57,16 @@ NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 
 
 def load(source, config):
-    """(training items, held-out items): an item is (first words, "ab" or "ba", (next words, number), ...)."""
+    """(training items, held-out items): an item is (first words, "ab" or "ba", (next words, number), ...). Some ask for
+    the same function in other words, such as "the sum of b and a" for "the sum of a and b"; these are in one list."""
     rests = [rest for count in (1, 2) for rest in permutations(product(NEXT, NUMBERS), count)]
-    items = [(first, order, *rest) for first, order, rest in product(FIRST, ("ab", "ba"), rests)]
-    random.Random(0).shuffle(items)
-    return items[400:], items[:400]
+    functions, items, held_out = {}, [], []  # functions: what one returns on TESTS -> the items that ask for it
+    for first, order, rest in product(FIRST, ("ab", "ba"), rests):
+        item = (first, order, *rest)
+        functions.setdefault(tuple(ask(item).truth), []).append(item)
+    for same in random.Random(0).sample([*functions.values()], len(functions)):
+        (held_out if len(held_out) + len(same) <= 400 else items).extend(same)
+    return items, held_out
 
 
 def make_questions(items, count, rng, config):

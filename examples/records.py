@@ -78,7 +78,7 @@ def grade(question, text, hit_limit=False):
     except (ValueError, RecursionError):
         record = None
     is_json = isinstance(record, tuple)
-    keys = is_json and [key for key, _ in record] == [*question.truth]
+    keys = is_json and sorted(key for key, _ in record) == sorted(question.truth)  # in any order
     pieces = [("json", 0.2 * is_json), ("keys", 0.2 * keys)]
     for key, value in question.truth.items():
         found = re.search(rf'"{key}"\s*:\s*("[^"]*"|\d+)(?=\s*[,}}]|\s*$)', text)

@@ -26,6 +26,7 @@ from nanorook.settings import ROOT, fail, number
 from nanorook.statistics import differences, gain, is_share, over_seeds, shared_variance, with_interval
 
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
+KNOWN = set()  # the settings of all tasks that shared_settings() has seen; a task may drop another one's from SETTINGS
 
 
 def read(file):
@@ -52,6 +53,7 @@ def shared_settings(task, given):
     settings.GIVEN["arguments"]["TASK"] = task
     runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
     settings.finish("python -m experiments.seeds OUT")
+    KNOWN.update(settings.SETTINGS)
     return [f"{name}={value}" for name, value in settings.values().items() if name not in CHOSEN]
 
 
@@ -61,7 +63,7 @@ def run(folder, arguments):
     if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            others = {name: value for name, value in os.environ.items() if name not in settings.SETTINGS}
+            others = {name: value for name, value in os.environ.items() if name not in KNOWN}
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, env=others)  # run() would kill it at Ctrl-C
             follow(process, folder)
             if not finished(folder):  # whatever its verdict, which its exit code tells
@@ -156,7 +158,10 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     file = out / "seeds.json"
     new = {"task": a.task, "settings": given, "runs": {}, "shared": {"seed": {}, "control": {}}}
-    recorded = read(file) if file.exists() else new
+    try:
+        recorded = read(file) if file.exists() else new
+    except ValueError as error:
+        fail(f"{file} is damaged ({error}): name another folder, or delete the file.")
     if other := {recorded["task"], *recorded["settings"]} ^ {a.task, *given}:
         p.error(f"{file} was made with other settings ({', '.join(sorted(other))}); name another folder.")
     record(file, recorded)  # before the first run: from now on the folder belongs to these settings
@@ -187,3 +192,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("stopped; the current run ends when it has saved its step, and the same command continues from there.")
+    except OSError as error:
+        fail(f"a file cannot be read or written: {error}.")

@@ -35,6 +35,8 @@ MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
 
 
 class Run:
+    cleared = False  # whether FRESH=1 has deleted the run before
+
     def __init__(self, out):
         self.out = Path(out)
         self.step = 0  # steps made so far
@@ -60,7 +62,8 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"OUT_DIR={self.out} is in use by another run; wait for it to end, or name another folder.")
-        if (found := self.found()) and not (self.out / "settings.json").exists():  # the first file that a run writes
+        first = self.out / "settings.json", self.out / ".settings.json"  # what a run writes first, and a part of it
+        if (found := self.found()) and not any(path.exists() for path in first):
             fail(f"OUT_DIR={self.out} contains {found[0].name}, which no run has made; name another folder.")
 
     def forbid_model_inside(self, source):
@@ -83,6 +86,7 @@ class Run:
         return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
 
     def clear(self):
+        Run.cleared = True
         for path in sorted(self.found(), key=lambda path: path.name == "settings.json"):  # last: see acquire_lock()
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -158,7 +162,9 @@ class Run:
             model.save(self.out / "model")
             lines, file = verdict(self.out), self.out / "run.json"
             write(self.out / "model" / "README.md", card(self.out, lines))
-            print("\n" + "\n".join(textwrap.fill(line, 110, subsequent_indent="  ") for line in lines), flush=True)
+            whole = dict(break_on_hyphens=False, break_long_words=False)  # paths and commands, which are to be copied
+            lines = [textwrap.fill(line, 110, subsequent_indent="  ", **whole) for line in lines]
+            print("\n" + "\n".join(lines), flush=True)
             subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
             if not signal:
                 about = json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}
@@ -179,7 +185,8 @@ def finished(out):
 
 def continuation(out, fresh):
     """What the same command does after a run was interrupted, as the end of a sentence."""
-    newest, command = max(Path(out).glob(STEP), default=None), "the same command" + " without FRESH=1" * fresh
+    newest = None if fresh and not Run.cleared else max(Path(out).glob(STEP), default=None)
+    command = "the same command" + " without FRESH=1" * fresh
     return f"{command} resumes from {newest}." if newest else "the same command starts again."
 
 

@@ -39,7 +39,7 @@ def read_run():
     for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
         folder = Path(word.removeprefix("MODEL="))
         file = folder.resolve().parent / "settings.json"
-        if os.path.isdir(folder) and file.is_file():
+        if word and os.path.isdir(folder) and file.is_file():
             try:
                 found = json.loads(file.read_text()).items()
             except (ValueError, AttributeError):  # another program's file

@@ -96,10 +96,12 @@ def shared_variance(questions, values):
     seeds, averaged over all pairs. Takes for each seed the names of its questions and its values."""
     n, deviations = len(values), np.concatenate([(np.asarray(v) - np.mean(v)) / len(v) for v in values])
     _, question = np.unique(np.concatenate(questions), return_inverse=True)
-    products = np.bincount(question, deviations) ** 2 - np.bincount(question, deviations**2)  # of different seeds
+    seed = np.repeat(range(n), [len(v) for v in values])
+    within = np.bincount(n * question + seed, deviations) ** 2  # of one seed, which may ask a question twice
+    products = (np.bincount(question, deviations) ** 2).sum() - within.sum()  # of different seeds
     rare = RARE * are_shares(np.unique(np.concatenate(values))) / len(values[0]) ** 2
     inflated = 1 + rare * n / max(1e-12, (deviations**2).sum())
-    return max(0.0, inflated * float(products.sum()) / max(1, n * (n - 1)))
+    return max(0.0, inflated * float(products) / max(1, n * (n - 1)))
 
 
 def over_seeds(figures, shared=0.0):

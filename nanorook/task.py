@@ -112,7 +112,7 @@ def module_of(file):
         known = getattr(module, "__file__", None) or ""
         if known.endswith(path.name) and Path(known).resolve() == path:
             return module
-    name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}"
+    name = path.stem if path.parent == ROOT else f"{path.parent.name}_{path.stem}".replace(".", "_")
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -151,7 +151,10 @@ def make_questions(task, items, count, rng, config):
 
 def first_questions(task, items, count, rng, config):
     """As make_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON."""
-    before = pickle.dumps(items)
+    try:
+        before = pickle.dumps(items)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        fail(f"the task's items have to be data that pickle can copy ({error}).")
     questions = make_questions(task, items, count, rng, config)
     if pickle.dumps(items) != before:
         fail("the task's make_questions changes its items, so a resumed run would ask other questions: modify a copy.")

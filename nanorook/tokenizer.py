@@ -148,7 +148,10 @@ def find_ends(files, config, special):
         if (ids := json.loads(content).get("eos_token_id")) is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     name = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token") or END
-    return (special[name["content"] if isinstance(name, dict) else name],)
+    name = name["content"] if isinstance(name, dict) else name
+    if name not in special:
+        raise ValueError(f"no eos_token_id is given, and there is no token {name}")
+    return (special[name],)
 
 
 def tokenizer_files(ranks, eos, words):

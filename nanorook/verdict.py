@@ -40,12 +40,12 @@ def verdict(out):
     if not rows or not skill:
         return ["● yellow  The run has not made a step yet."]
     (first, *_, last), (*_, title) = [*skill.values()] * 2, skill  # the same one where there is only one evaluation
-    kinds = kinds_of(rows[-1])
+    kinds = list(dict.fromkeys(kind for row in rows for kind in kinds_of(row)))  # a small step may lack a kind
     gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
     changed = {name: gains[name][0] for name in beyond_chance(gains)}
     shares = [name for name in changed if more_is_better(name, first, last)]
     rose, fell = ([name for name in shares if sign * changed[name] > 0] for sign in (1, -1))
-    unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", 1) for row in rows) <= 0]
+    unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", -math.inf) for row in rows) <= 0]
     asked = sum(len(figure[2]) for name, figure in first.items() if name.endswith(" reward T=0"))
 
     control = settings.get("CONTROL", "none") != "none"  # a control that learns something is not good news

@@ -59,6 +59,10 @@ def mirror_fen(fen):
     return " ".join([board, turn, castling, en_passant, *counters])
 
 
+def mirror_move(uci):
+    return uci[0] + str(9 - int(uci[1])) + uci[2] + str(9 - int(uci[3])) + uci[4:]
+
+
 def board_key(fen):
     """A key that positions share if they count as one board: neither counters nor mirroring make a difference."""
     fen = fen if fen.split(" ", 2)[1] == "w" else mirror_fen(fen)
@@ -75,7 +79,8 @@ def distinct(positions):
     """Each board once, and once for each move that is asked about: the first position, or the first with labels."""
     found = {}
     for position in positions:
-        key = board_key(position.fen), position.asked
+        mirrored = position.asked and position.fen.split(" ", 2)[1] == "b"  # the move with its board, see board_key
+        key = board_key(position.fen), mirror_move(position.asked) if mirrored else position.asked
         if key not in found or position.moves and not found[key].moves:
             found[key] = position
     return list(found.values())

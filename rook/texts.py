@@ -120,16 +120,12 @@ def task_rows(step, rows, text_format, beginner, legal_steps=LEGAL_STEPS):
     return {"policy": policy - moves, "moves": moves} | rest
 
 
-def mirror_move(uci):
-    return uci[0] + str(9 - int(uci[1])) + uci[2] + str(9 - int(uci[3])) + uci[4:]
-
-
 def mirror(position):
     return positions.Position(
         positions.mirror_fen(position.fen),
-        tuple(map(mirror_move, position.history)),
-        tuple((mirror_move(uci), cp) for uci, cp in position.moves),
-        position.asked and mirror_move(position.asked),
+        tuple(map(positions.mirror_move, position.history)),
+        tuple((positions.mirror_move(uci), cp) for uci, cp in position.moves),
+        position.asked and positions.mirror_move(position.asked),
     )
 
 

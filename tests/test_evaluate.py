@@ -94,6 +94,11 @@ def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path,
     monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "model")])
     settings.read_run()
     assert settings.setting("TEMPERATURE", 1.0, "") == 1.0 and not settings.GIVEN["run"]
+    (tmp_path / "settings.json").write_text(json.dumps(run))  # above the folder in which a user stands
+    monkeypatch.chdir(tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", ["tool", "a/hub-id"])
+    settings.read_run()
+    assert not settings.GIVEN["run"]
 
 
 @pytest.mark.slow

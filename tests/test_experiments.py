@@ -1,9 +1,12 @@
 import importlib
 import json
+import os
 import random
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 import types
 from unittest import mock
 
@@ -17,6 +20,7 @@ from nanorook import settings
 from nanorook.statistics import figure
 from nanorook.tables import table as show
 from nanorook.tokenizer import Tokenizer
+from toy import ROOT
 
 
 def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -70,6 +74,9 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     with pytest.raises(SystemExit, match="records seed-0, whose folder is gone, so no run can be added"):
         main("STEPS=9", "--seeds", "3")
     assert len(started) == 4
+    (tmp_path / "seeds.json").write_text("{")
+    with pytest.raises(SystemExit, match="seeds.json is damaged .*: name another folder, or delete the file."):
+        main("STEPS=9")
 
 
 def test_a_figure_that_not_every_evaluation_has_is_drawn_where_it_is(tmp_path, monkeypatch):
@@ -169,6 +176,20 @@ def test_estimators_are_compared_on_each_task_before_and_after(tmp_path, monkeyp
     for *_, given in estimators.TASKS.values():
         task = importlib.import_module(given["TASK"].removesuffix(".py").replace("/", "."))
         assert all(hasattr(train, name) or hasattr(task, name) for name in given)
+
+
+def test_runs_have_no_settings_from_the_environment_in_whatever_order_tasks_are_named(tmp_path):
+    """In a process of its own, as the task of mates drops settings of chess when it is imported."""
+    program = f"""if True:
+        import sys, types
+        from experiments import estimators, seeds
+        estimators.__file__, sys.argv = "{tmp_path}/estimators.py", ["", "{tmp_path}", "--only", "mates", "chess"]
+        Popen = lambda command, env, **_: sys.exit(f"{{'MIX_ENV_RATIO' in env}} {{'LR' in env}} {{'PATH' in env}}")
+        seeds.subprocess = types.SimpleNamespace(Popen=Popen)
+        estimators.main()"""
+    environment = os.environ | {"MIX_ENV_RATIO": "1", "LR": "1"}
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.stderr.endswith("False False True\n")
 
 
 def test_every_held_out_position_is_asked_in_every_kind(monkeypatch):

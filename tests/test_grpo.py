@@ -149,10 +149,11 @@ def test_the_best_of_k_answers_by_enumeration(G, values):
 
 
 def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
-    """The mean over all groups of four, of a policy with three answers whose values may be negative, is exactly the
-    gradient: of E[best of k], and for "mean" of ∫ log P(v > x) dx to order G - 1, as the sum of E[best of k] / k."""
+    """The mean over all groups of five, of a policy with three answers whose values may be negative, is exactly the
+    gradient: of E[best of k], and for "mean" of ∫ log P(best of k > x) dx / k to order G - 1 in 1 - P. As
+    log(1 - q^k) = -q^k - q^2k / 2 - ..., that is the sum of E[best of j] / j over j = k, 2k, ..."""
     logits = torch.tensor([0.3, -1.0, -0.2], dtype=torch.float64, requires_grad=True)
-    logp, values, G = logits.log_softmax(0), torch.tensor([-0.3, 1.0, 0.2], dtype=torch.float64), 4
+    logp, values, G = logits.log_softmax(0), torch.tensor([-0.3, 1.0, 0.2], dtype=torch.float64), 5
 
     def best_of(k):
         return sum(logp[list(some)].sum().exp() * values[list(some)].max() for some in product(range(3), repeat=k))
@@ -169,7 +170,8 @@ def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
 
     for k in range(1, G):
         torch.testing.assert_close(estimated(best_of=k), (1 / k - 1 / G) * gradient(best_of(k)))
-    torch.testing.assert_close(estimated(scale="mean"), gradient(sum(best_of(k) / k for k in range(1, G))))
+        expected = gradient(sum(best_of(j) / j for j in range(k, G, k)))
+        torch.testing.assert_close(estimated(scale="mean", best_of=k), expected)
 
 
 def test_a_piece_that_is_earned_or_not_is_divided_by_its_mean():
@@ -178,9 +180,13 @@ def test_a_piece_that_is_earned_or_not_is_divided_by_its_mean():
     found = grpo.advantages(earned * weights, 4, "mean")
     torch.testing.assert_close(found[:, 0], 0.5 * torch.tensor([3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]))
     torch.testing.assert_close(found[:, 1], 0.3 * torch.tensor([-1.0, 1 / 3, 1 / 3, 1 / 3, -1, -1, -1, 3]))
-    # together: of six pairs three have the one that earned it, so the chance that one of two did is 1/2
-    both = grpo.advantages(earned[:4], 4, "mean", 2) / grpo.advantages(earned[:4], 4, "none", 2)
-    torch.testing.assert_close(both, torch.full((4, 1), 2.0))
+
+
+def test_best_of_is_divided_by_the_deviation_of_the_rewards_themselves():
+    values = torch.tensor([0.0, 0, 0, 1, 0, 1, 1, 0])[:, None]
+    found = grpo.advantages(values, 4, "std", 2) / grpo.advantages(values, 4, "none", 2)
+    expected = 1 / (values.view(2, 4).std(1) + 1e-4)
+    torch.testing.assert_close(found.view(2, 4), expected[:, None].expand(2, 4))
 
 
 @pytest.mark.parametrize("best_of", [1, 2, 5])

@@ -113,6 +113,13 @@ def test_a_file_that_is_missing_or_damaged_ends_in_a_sentence(tmp_path):
         (tmp_path / "train.jsonl").write_text(line)
         with pytest.raises(SystemExit, match=sentence):
             gsm8k.load(str(tmp_path), None)
+    (tmp_path / "train.jsonl").write_text("[" * 100_000)
+    with pytest.raises(SystemExit, match="expected lines of JSON .* RecursionError"):
+        gsm8k.load(str(tmp_path), None)
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(bytes(range(250)), mtime=0)[:12] + bytes(300))
+    with pytest.raises(SystemExit, match="expected lines of JSON .*: error Error -3 while decompressing"):
+        gsm8k.load(str(tmp_path), None)
 
 
 def test_builtin_is_downloaded_once_and_without_a_network_a_sentence_says_where_it_is(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from rook import positions as P
 from rook.label import write_position
 from rook.positions import Position
 from rook.stockfish import MATE
-from rook.texts import mirror, mirror_move
+from rook.texts import mirror
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
@@ -38,7 +38,7 @@ def test_mirror_is_python_chess_mirror_and_an_involution(positions):
         mirrored, board = mirror(position), chess.Board(position.fen)
         assert mirrored.fen == board.mirror().fen() and mirror(mirrored) == position
         legal = {move.uci() for move in chess.Board(mirrored.fen).legal_moves}
-        assert {mirror_move(move.uci()) for move in board.legal_moves} == legal
+        assert {P.mirror_move(move.uci()) for move in board.legal_moves} == legal
         assert [cp for _, cp in mirrored.moves] == [cp for _, cp in position.moves]
     position = Position(EN_PASSANT, ("d7d5",), (("e5d6", 3),), "e5e6")
     assert mirror(position) == ("4k3/8/8/8/3Pp3/8/8/4K3 b - d3 0 2", ("d2d4",), (("e4d3", 3),), "e4e3")
@@ -223,6 +223,16 @@ def test_no_line_that_was_not_verified_becomes_a_mate(tmp_path, monkeypatch):
     lines = [f"{fen};;a1a8:{MATE - 1}" for fen in (wrong, mate)]
     mates.make(tmp_path / "mates.gz", [save(tmp_path / "some", lines)])
     assert P.read_text(tmp_path / "mates.gz") == f"{mate}\n"
+    with pytest.raises(SystemExit, match="in no labelled position the best move mates; label positions"):
+        mates.make(tmp_path / "none.gz", [save(tmp_path / "some", [f"{mate};;a1a7:10"])])
+    assert not (tmp_path / "none.gz").exists()
+
+
+def test_a_move_is_mirrored_with_its_board():
+    white, black = chess.STARTING_FEN, P.mirror_fen(chess.STARTING_FEN)
+    asked = [(white, "e2e4"), (black, "e7e5"), (black, "e2e4"), (white, "e7e5"), (white, None), (black, None)]
+    found = P.distinct(P.Position(fen, (), (), move) for fen, move in asked)
+    assert [(position.fen, position.asked) for position in found] == [asked[0], asked[2], asked[4]]
 
 
 def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys, monkeypatch):

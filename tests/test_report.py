@@ -279,6 +279,16 @@ def test_files_that_were_altered_are_refused_in_one_sentence(run, monkeypatch, n
     assert not (run / "report.html").exists()
 
 
+def test_where_the_page_cannot_be_written_the_one_before_is_kept(run, monkeypatch):
+    report.write(run)
+    before = (run / "report.html").read_bytes()
+    monkeypatch.setattr("sys.argv", ["report", str(run)])
+    (run / ".report.html").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match="^error: the page cannot be written: .*No space left on device"):
+        report.main()
+    assert (run / "report.html").read_bytes() == before
+
+
 def test_what_a_killed_run_has_cut_or_not_written_hides_nothing_else(run):
     for file in list(run.iterdir()):
         content = file.read_bytes()

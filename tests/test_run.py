@@ -102,6 +102,9 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
     run.acquire_lock()
     run.clear()
     assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", ".lock"}
+    run.lock.close()
+    (tmp_path / ".settings.json").write_text('{"ST')  # all that a run left which was killed as it wrote its first file
+    Run(tmp_path).acquire_lock()
 
 
 def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
@@ -176,10 +179,13 @@ def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_
     assert "The learning rate rises" not in capsys.readouterr().out
 
 
-def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
+def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "cleared", False)
     assert continuation(tmp_path, True) == "the same command starts again."
     save(tmp_path, 7)
     assert continuation(tmp_path, False) == f"the same command resumes from {tmp_path}/step-000007."
+    assert continuation(tmp_path, True) == "the same command starts again."  # FRESH=1 has not deleted the run yet
+    monkeypatch.setattr(Run, "cleared", True)
     assert continuation(tmp_path, True).startswith("the same command without FRESH=1 resumes from")
 
 

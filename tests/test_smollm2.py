@@ -37,6 +37,7 @@ RECORDS = {
     '{"name": "Lena", "age": 31, "city": "Oslo", "": 1}': (0.8, 1, 0),
     '{"name": {"name": "Lena"}, "age": 31, "city": "Oslo"}': (0.8, 1, 0),
     '{"name": "Lena", "age": 31, "city": "Oslo"}': (1, 1, 1),
+    '{"city": "Oslo", "name": "Lena", "age": 31}': (1, 1, 1),  # objects have no order
     '{\n  "name": "Lena",\n  "age": 31,\n  "city": "Oslo"\n}\n': (1, 1, 1),
 }
 CASES = [(adds, SUM, SUMS), (records, TOLD, RECORDS)]

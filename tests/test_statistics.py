@@ -93,6 +93,8 @@ def test_what_seeds_share():
     assert shared_variance(turned, [numpy.roll(v, i) for i, v in enumerate(values)]) == pytest.approx(numpy.mean(pairs))
     assert shared_variance([range(50), range(50, 100), range(100, 150)], values) == 0
     assert shared_variance(names[:1], values[:1]) == 0
+    twice = [numpy.repeat(some, 2) for some in ([*range(50)], [*range(50, 100)], [*range(100, 150)])]
+    assert shared_variance(twice, numpy.repeat(values, 2, axis=1)) < 1e-9  # a seed's own questions are not shared
     assert over_seeds([(0.5, 0.1)]) == (0.5, math.inf) and over_seeds([(1.0, 0.01)] * 3) == (1.0, 0.01)
 
 

@@ -1,5 +1,6 @@
 import inspect
 import math
+import pickle
 import random
 import re
 import sys
@@ -82,6 +83,7 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     ),
     "load a set": ("load", lambda *args: {(1,), (2,)}, "load returned {.*; it has to return two lists"),
     "load sets": ("load", lambda *args: ({1}, {2}), r"load returned .\{1\}, \{2\}.; it has to return two lists"),
+    "items no data": ("load", lambda *args: ([lambda: 0] * 9, [0] * 9), "items have to be data that pickle can copy"),
     "no start": ("start_model", lambda: None, "start_model returned None; it has to return the folder of a model"),
     "limits too small": ("grade", with_pieces(structure=0.0), "raise the task's LIMITS {'short': 1"),
 }
@@ -132,11 +134,13 @@ def test_a_wrong_file_is_one_sentence(sentence, tmp_path):
 def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
     monkeypatch.setitem(settings.GIVEN, "defaults", {})
     monkeypatch.setattr(settings, "SETTINGS", {})
-    for name in ("my.task.py", "random.py", "rewards.py"):  # also one that is called like another module
+    (tmp_path / "v1.2").mkdir()
+    for name in ("my.task.py", "random.py", "rewards.py", "v1.2/a.py"):  # also one that is called like another module
         file = tmp_path / name
         file.write_text(inspect.getsource(toy).replace("DEFAULTS = {}", 'DEFAULTS = {"LR": 3.0}'))
         loaded = task.load(file)
         assert loaded.__file__ == str(file) and loaded.LIMITS == toy.LIMITS and task.load(file) is loaded
+        pickle.dumps(loaded.load)  # by the name of its module
     settings.take_defaults(loaded.DEFAULTS)
     assert settings.setting("LR", 1.0, "") == 3.0
     (tmp_path / "task.txt").touch()

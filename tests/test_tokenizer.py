@@ -210,7 +210,10 @@ BAD = {
     "not with a ByteLevel without prefix": lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
     "order of the merges": lambda c: c["model"]["merges"].append(c["model"]["merges"].pop(0)),
     "KeyError: 'Δ": lambda c: c["model"]["merges"].append(["a", "\u0394"]),
-    "KeyError: '<": lambda c: (c["model"]["vocab"].pop("<|endoftext|>"), c.update(added_tokens=[])),
+    "no eos_token_id is given, and there is no token <": lambda c: (
+        c["model"]["vocab"].pop("<|endoftext|>"),
+        c.update(added_tokens=[]),
+    ),
     "an id of its own": lambda c: c["model"]["vocab"].update({"a": 1, "b": 1}),
     "TypeError": lambda c: c["model"].update(merges=3),
 }

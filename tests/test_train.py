@@ -1,6 +1,7 @@
 import json
 import shutil
 from unittest.mock import Mock
+from zlib import crc32
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from model import GPT
 from nanorook import hardware, monitor, parallel
 from nanorook.run import STEP
 from nanorook.statistics import figure
+from nanorook.task import Grade
 from toy import ROOT, user_runs
 
 
@@ -164,6 +166,17 @@ def test_each_seed_draws_its_own_held_out_questions_and_names_them(toy_run, tmp_
     assert json.loads((tmp_path / "c" / "run.json").read_text())["questions"] == asked["a"]
     files = [json.loads((tmp_path / out / "skill.json").read_text()) for out in "ac"]
     assert files[0]["before"] == files[1]["before"]
+
+
+def test_values_stand_in_the_order_of_the_questions_even_if_one_is_asked_twice(toy_run, tmp_path, monkeypatch):
+    honest = toy.make_questions
+    monkeypatch.setattr(toy, "make_questions", lambda *given: (some := honest(*given))[:-1] + some[:1])
+    monkeypatch.setattr(toy, "grade", lambda question, text, _: Grade((("x", len(text)),), {"item": question.truth}))
+    toy_run("out", EVAL_POSITIONS=9)
+    names = json.loads((tmp_path / "out" / "run.json").read_text())["questions"]
+    values = json.loads((tmp_path / "out" / "skill.json").read_text())["before"]
+    items = {crc32(("." * (item % 3) + f"{item}?").encode()): item for item in range(100, 120)}
+    assert all(values[f"{kind} item T=0"][2] == [items[name] for name in asked] for kind, asked in names.items())
 
 
 def test_in_bf16_the_sampler_follows_the_weights(toy_run):

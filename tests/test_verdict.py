@@ -111,6 +111,14 @@ def test_a_run_that_never_earns_anything_hears_why(changes, reason, said):
     assert first.startswith(f"● red  No answer earned anything in 40 steps: {reason}") and "TEMPERATURE" not in first
 
 
+def test_a_kind_of_question_that_the_last_step_lacks_counts(said):
+    other = {"p/structure": 1.0, "p/hit_limit": 0.0, "p/reward": 0.0, "p/reward_max": 0.0}
+    rare = [{name: x for name, x in row(step, 0.0).items() if name[:2] != "q/"} | other for step in range(2, 41)]
+    unpaid = row(1, 0.0, **{"q/reward_max": 0.0})
+    assert said({"before": FALLEN, "after": FALLEN}, [unpaid, *rare])[0].startswith("● red  No answer earned anything")
+    assert said({"before": FALLEN, "after": RISEN}, [*rare, *STEADY])[2].startswith("No answer to p questions earned")
+
+
 def test_a_run_that_learnt_and_collapsed_is_red(said):
     rows = [row(step, 0.02 * step if step < 30 else 0.0) for step in range(1, 41)]
     first, *_ = said({"before": START, "after": FALLEN}, rows)

@@ -376,7 +376,9 @@ def write(*folders):
     )  # fmt: skip
     beside = "-".join(path.name for path in paths[1:])[:200]
     path = paths[0] / (f"report-beside-{beside}.html" if beside else "report.html")
-    path.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
+    part = path.with_name(f".{path.name}")
+    part.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
+    os.replace(part, path)
     return path
 
 
@@ -386,6 +388,8 @@ def main():
     folders = p.parse_args().folder
     try:
         print(write(*folders))
+    except OSError as error:
+        fail(f"the page cannot be written: {error}.")
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         fail(f"a JSON file in {' or '.join(folders)} was altered and cannot be shown: {type(error).__name__} {error}.")
 
