@@ -3,8 +3,8 @@
     TASK=examples/mates.py ./train.sh           P: a position with a mate in one   M:   ->   d8h4
 
 The prompt is the policy's with the first header of its answer, so the embedded model answers it with its first
-candidate: five or six tokens instead of 75, for the same skill. One question in four is about an ordinary position
-and asks for a legal move, so that legal moves are not forgotten; a quarter of these positions are in check.
+candidate: five or six tokens instead of 75, for the same skill. One question in four (MATES_SHARE) is about an
+ordinary position and asks for a legal move, so that legal moves are not forgotten; a quarter of these are in check.
 
     python -m examples.mates OUT FILE ...       makes the data from labelled positions
 """
@@ -13,7 +13,7 @@ import argparse
 import gzip
 
 import rewards
-from nanorook.settings import SETTINGS, fail, output_file
+from nanorook.settings import SETTINGS, fail, output_file, setting
 from rook import mating, positions
 from rook.stockfish import MATE
 
@@ -21,10 +21,10 @@ DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0
 DEFAULTS |= dict(WARMUP_STEPS=5, EVAL_EVERY=0, OUT_DIR="runs/mates")
 LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show = rewards.start_model, rewards.show
-SHARE = 0.75  # of questions with a mate in one
 LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
 for name in SETTINGS.keys() & vars(rewards):
     del SETTINGS[name]  # a setting of the whole chess task, which would have no effect here
+MATES_SHARE = setting("MATES_SHARE", 0.75, "share of questions about positions with a mate in one", low=0, high=1)
 
 
 def load(source, config):
@@ -35,7 +35,7 @@ def load(source, config):
 def make_questions(items, count, rng, config):
     mates = [position for kind, position in items if kind == "mates"]
     moves = [position for kind, position in items if kind == "moves"]
-    wanted = max(min(len(mates), round(SHARE * count)), count - len(moves))
+    wanted = max(min(len(mates), round(MATES_SHARE * count)), count - len(moves))
     chosen = [("mates", position) for position in rng.sample(mates, wanted)]
     left = count - len(chosen)
     chosen += [("moves", position) for position in rewards.draw_ordinary(moves, left, left, rng)]
