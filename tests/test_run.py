@@ -298,6 +298,22 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path
     assert [row["step"] for row in toy.rows(tmp_path)] == [1, 2, 3] and GPT.load(tmp_path / "model")
 
 
+def test_a_signal_that_comes_during_an_evaluation_ends_the_run_before_its_next_step(monkeypatch, toy_run, capsys):
+    evaluate, titles = train.evaluate_and_record, []
+
+    def interrupted(run, model, questions, title):
+        titles.append(title)
+        if title == "step 1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(run, model, questions, title)
+
+    monkeypatch.setattr(train, "evaluate_and_record", interrupted)
+    monkeypatch.setattr(train.parallel, "gather", list)  # with several processes it is a new list as well
+    with pytest.raises(SystemExit, match="143"):
+        toy_run(STEPS=3, EVAL_EVERY=1)
+    assert titles == ["before", "step 1"] and "stopped after step 1; the same" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, capsys):
     """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
