@@ -205,9 +205,10 @@ def answer(model, questions, temperature, group_size=1):
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
     parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: without a terminal
-    answers = parallel.gather([a for _, part in parts for a in graded(task, part)])
-    order = {(question.kind, question.prompt): i for i, question in enumerate(questions)}
-    return sorted(answers, key=lambda a: order[a.question.kind, a.question.prompt])
+    found = {}  # the answers to each question, which may have been asked twice
+    for a in parallel.gather([a for _, part in parts for a in graded(task, part)]):
+        found.setdefault((a.question.kind, a.question.prompt), []).append(a)
+    return [found[q.kind, q.prompt].pop(0) for q in questions for _ in range(group_size)]
 
 
 def evaluate(model, questions, samples=0):

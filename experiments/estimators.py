@@ -56,7 +56,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     known = recorded(file, {"shared": SHARED, "tasks": TASKS, "estimators": ESTIMATORS}, p)
     runs = known["runs"]
-    for task in sorted(a.only, key="mates".__eq__):  # last, because it drops settings of chess
+    for task in a.only:
         shared_settings(TASKS[task][2]["TASK"], [])  # whose names run() takes out of the environment
     for seed in range(a.seeds):
         for task in a.only:

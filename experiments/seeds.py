@@ -26,7 +26,6 @@ from nanorook.settings import ROOT, fail, number
 from nanorook.statistics import differences, gain, is_share, over_seeds, shared_variance, with_interval
 
 CHOSEN = {"TASK", "SEED", "CONTROL", "OUT_DIR", "FRESH"}  # settings that the experiment chooses for each run
-KNOWN = set()  # the settings of all tasks that shared_settings() has seen; a task may drop another one's from SETTINGS
 
 
 def read(file):
@@ -53,7 +52,6 @@ def shared_settings(task, given):
     settings.GIVEN["arguments"]["TASK"] = task
     runpy.run_path(str(ROOT / "train.py"))  # its settings and the task's, no run
     settings.finish("python -m experiments.seeds OUT")
-    KNOWN.update(settings.SETTINGS)
     return [f"{name}={value}" for name, value in settings.values().items() if name not in CHOSEN]
 
 
@@ -63,7 +61,7 @@ def run(folder, arguments):
     if not finished(folder):
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            others = {name: value for name, value in os.environ.items() if name not in KNOWN}
+            others = {name: value for name, value in os.environ.items() if name not in settings.OWN}
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, env=others)  # run() would kill it at Ctrl-C
             follow(process, folder)
             if not finished(folder):  # whatever its verdict, which its exit code tells

@@ -220,8 +220,7 @@ def open_log(run, model, questions):
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
     about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
-    last = {(question.kind, question.prompt): i for i, question in enumerate(questions)}  # where answers to it stand
-    for question in sorted(questions, key=lambda question: last[question.kind, question.prompt]):
+    for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     write(run.out / "settings.json", json.dumps(values(), indent=2))
     write(run.out / "run.json", json.dumps(about))
