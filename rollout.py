@@ -30,6 +30,7 @@ class Batch(NamedTuple):
     rollout_logprobs: torch.Tensor  # (N, T) under the distribution sampled from; 0 outside the mask, and if greedy
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     advantages: torch.Tensor | None = None  # (N, T)
+    kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
 

@@ -50,7 +50,7 @@ OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, met
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "determines questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
 STEPS                   = setting("STEPS", 50, "number of rollout batches to learn from", low=1)
-BATCH_POSITIONS         = setting("BATCH_POSITIONS", 88, "B, the number of prompts in a step", low=1)
+BATCH_POSITIONS         = setting("BATCH_POSITIONS", 76, "B, the number of prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, the number of completions for each prompt", low=2)
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "the temperature of sampling, and so of the distribution that is trained", low=1e-3)
 EPOCHS                  = setting("EPOCHS", 1, "number of updates from each rollout batch", low=1)
@@ -99,7 +99,8 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 
 
 def add_advantages(batch, answers, group_size, credit, seed=""):
-    """The batch with the advantage of each token (N, T). `seed` determines the permutations of CONTROL=shuffle."""
+    """The batch with the advantage of each token (N, T), and with the weight of each row's KL (N,). `seed` determines
+    the permutations of CONTROL=shuffle."""
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":
@@ -108,7 +109,9 @@ def add_advantages(batch, answers, group_size, credit, seed=""):
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
-    return batch._replace(advantages=advantages.to(batch.tokens.device))
+    kl_weights = torch.tensor([getattr(task, "KL_WEIGHTS", {}).get(a.question.kind, 1.0) for a in answers])
+    device = batch.tokens.device
+    return batch._replace(advantages=advantages.to(device), kl_weights=kl_weights.to(device))
 
 
 def forward(model, batch, temperature):
@@ -132,7 +135,7 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
         normalizer=normalizer, weights=grpo.importance_weights(old_logprobs, batch.rollout_logprobs),
     )  # fmt: skip
     if batch.ref_logprobs is not None:
-        kl = grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
+        kl = batch.kl_weights[:, None] * grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
         loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
         sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
     sums["loss"] = loss.detach()

@@ -65,6 +65,7 @@ class Task(Protocol):
     def grade(self, question: Question, text: str, hit_limit: bool) -> Grade:
         """What an answer is worth, 1 if it is perfect. `text` is without the end token; `hit_limit`: it was cut off."""
 
+    # Optional: KL_WEIGHTS = {kind of question: what KL_COEF is multiplied by for its answers}; 1 for other kinds.
     # Optional: LARGE = True, if DEFAULTS were chosen for a model above 50M parameters, see nanorook/sizes.py.
     # Optional: def question(text, config) -> Question, for a question that a user types in tools.ask.
     # Optional: def show(question, text) -> str, shown in a report beside the answer or on a terminal instead of it, for
@@ -100,6 +101,9 @@ def load(file) -> Task:
     for kind, limit in module.LIMITS.items():
         if type(kind) is not str or not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
             fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind must be one word, its limit at least 1 token.")
+    for kind, weight in getattr(module, "KL_WEIGHTS", {}).items():
+        if kind not in module.LIMITS or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            fail(f"TASK={file}: KL_WEIGHTS has {kind!r}: {weight!r}; it has to give kinds of LIMITS weights from 0 up.")
     return module
 
 

@@ -16,6 +16,7 @@ from rollout import Answer, Batch
 
 N, T, GROUP, LIMIT = 8, 12, 4, 20
 SCALES = ["none", "std", "mean"]
+ASKED = toy.Question("short", "?", 0)
 
 
 def made_up():
@@ -214,7 +215,7 @@ def test_shuffled_rewards_are_those_of_the_group_in_any_order():
 
 def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_settings):
     pieces = [[("whole", 0.5), ("word", 0.2, (0, 3))], [("whole", 0.1), ("word", 0.8, (3, 5))], [("whole", 0.0)]]
-    answers = [Answer(toy.Question("short", "?", 0), "", [3, 5], False, Grade(some, {})) for some in pieces]
+    answers = [Answer(ASKED, "", [3, 5], False, Grade(some, {})) for some in pieces]
     batch = Batch(*[None] * 2, torch.zeros(3, 2), *[None] * 3)
     toy_settings(CONTROL="shuffle", GROUP_SIZE=3)
     found = [train.add_advantages(batch, answers, 3, "piece", f"{seed}/").advantages for seed in range(40)]
@@ -237,21 +238,32 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
     logprobs, old, ref, advantages, mask, weights = made_up()
     toy_settings(LOSS=loss, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.3, KL_COEF=0.3, KL_ESTIMATOR="k3")
     total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages[:, None].expand(N, T)
-    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, old, ref)
+    kl_weights = torch.arange(N, dtype=torch.float64)
+    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, kl_weights, old, ref)
 
     def expected(x):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
-        return value + 0.3 * grpo.aggregate(grpo.kl(x, ref, mask, "k3"), mask, loss, total)
+        return value + 0.3 * grpo.aggregate(kl_weights[:, None] * grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
     ours = loss_and_gradient(lambda x: train.loss_and_sums(x, batch, total, train.KL_COEF)[0], logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
+
+
+def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settings):
+    toy_settings()
+    policy, asked = toy.model(), toy.questions(16)
+    for weights in {}, {"long": 0.25}:
+        monkeypatch.setattr(train.task, "KL_WEIGHTS", weights, raising=False)
+        found = torch.cat([batch.kl_weights for batch in toy.batches(policy, asked)]).tolist()
+        expected = [weights.get(question.kind, 1.0) for question in asked for _ in range(train.GROUP_SIZE)]
+        assert sorted(found) == sorted(expected) and len({*found}) == 1 + len(weights)
 
 
 def test_credit_of_an_example_by_hand(toy_settings):
     """The texts "ab  cde f" and "ab" as ab|␣␣c|de|␣f and a|b: a token belongs to the span of its last character."""
     pieces = [[("whole", 0.5), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("ends", 0.1, (0, 3), (7, 9))]]
     pieces += [[("whole", 0.1), ("first", 0.6, (0, 2))]]
-    answers = [Answer(None, "", ends, False, Grade(some, {})) for some, ends in zip(pieces, ([2, 5, 7, 9], [1, 2]))]
+    answers = [Answer(ASKED, "", ends, False, Grade(some, {})) for some, ends in zip(pieces, ([2, 5, 7, 9], [1, 2]))]
     batch = Batch(*[None] * 2, torch.zeros(2, 6), *[None] * 3)
 
     def paid(credit):
@@ -282,7 +294,7 @@ def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_se
     with torch.no_grad():
         before = train.forward(policy, batch, train.TEMPERATURE)[0]
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
-    answers = [Answer(None, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
+    answers = [Answer(ASKED, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
     batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers, train.GROUP_SIZE, train.CREDIT)
     train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [batch], 10**6)
     better, worse, _ = (train.forward(policy, batch, train.TEMPERATURE)[0] - before).sum(1).tolist()

@@ -338,6 +338,8 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
     assert kinds == {"environment": 8, "policy": 6, "moves": 3, "mates": 3} and runaway == pytest.approx(0.5)
     assert limits == {"policy": 7, "environment": 8, "moves": 6, "mates": 6}
     assert chess(MIX_ENV_RATIO=0.05, MIX_FIRST_RATIO=0)[0] == {"environment": 1, "policy": 19}
+    chess(MATES_KL=0.5)
+    assert rewards.KL_WEIGHTS == {"mates": 0.5}
     kinds, _, runaway = chess()
     assert len(kinds) == 4 and runaway == pytest.approx(0.3)
 
@@ -347,6 +349,7 @@ def test_every_setting_is_known_to_do_something():
     elsewhere = {
         "TASK", "MODEL", "NPROC", "COMPILE", "MICROBATCH_TOKENS", "DEVICE",
         "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER", "MIX_FIRST_RATIO",
+        "MATES_KL",
         "OUT_DIR", "RECOVERY_LR_FACTOR", "FRESH",  # in test_train.py
         "REPORT_TO", "EVAL_SAMPLES",  # in test_loggers.py and test_evaluate.py
         "MAX_CONSECUTIVE_NANS",  # test_recovery_gives_up_with_words

@@ -131,10 +131,11 @@ def prepare(w, prompts, device, dtype):
             for row in batch.tokens.tolist():
                 detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
+            batch = batch._replace(advantages=advantages, kl_weights=torch.ones(len(advantages), device=device))
             keys = max(map(len, ids)) + w.new
             model.recompute = hardware.must_recompute(model, w.group * w.new, keys)
             most = hardware.microbatch_tokens(model, keys)
-            train.update(model, reference, optimizers, [batch._replace(advantages=advantages)], most)
+            train.update(model, reference, optimizers, [batch], most)
 
     return model, run
 
