@@ -101,9 +101,12 @@ def load(file) -> Task:
     for kind, limit in module.LIMITS.items():
         if type(kind) is not str or not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
             fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind must be one word, its limit at least 1 token.")
-    for kind, weight in getattr(module, "KL_WEIGHTS", {}).items():
-        if kind not in module.LIMITS or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            fail(f"TASK={file}: KL_WEIGHTS has {kind!r}: {weight!r}; it has to give kinds of LIMITS weights from 0 up.")
+    weights = getattr(module, "KL_WEIGHTS", {})
+    if not isinstance(weights, dict) or not all(
+        kind in module.LIMITS and isinstance(weight, int | float) and 0 <= weight < math.inf
+        for kind, weight in weights.items()
+    ):
+        fail(f"TASK={file}: KL_WEIGHTS={weights!r} has to be a dict that gives kinds of LIMITS weights from 0 up.")
     return module
 
 

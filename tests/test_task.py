@@ -118,8 +118,9 @@ BAD_FILES = {  # what is said, and how the task's source is changed
     "LIMITS has 3: 4; a kind must be one word": ('"short": 4', "3: 4"),
     "grade has to be a function of .question, text, hit_limit.: too many": ("text, hit_limit=False", "text"),
     "load has to be a function of .source, config.: 3 is not a callable": ("def grade", "load = 3\n\n\ndef grade"),
-    "KL_WEIGHTS has 'other': 1; it has to give": ("LIMITS = {", 'KL_WEIGHTS = {"other": 1}\nLIMITS = {'),
-    "KL_WEIGHTS has 'short': -1; it has to give": ("LIMITS = {", 'KL_WEIGHTS = {"short": -1}\nLIMITS = {'),
+    "KL_WEIGHTS=.'other': 1. has to be a dict": ("LIMITS = {", 'KL_WEIGHTS = {"other": 1}\nLIMITS = {'),
+    "KL_WEIGHTS=.'short': -1. has to be a dict": ("LIMITS = {", 'KL_WEIGHTS = {"short": -1}\nLIMITS = {'),
+    "KL_WEIGHTS=0.5 has to be a dict": ("LIMITS = {", "KL_WEIGHTS = 0.5\nLIMITS = {"),
     "LIMITS has 'two words': 4; a kind must be one word, its limit at least 1 token": ('"short": 4', '"two words": 4'),
     "LIMITS has 'short': 0; a kind must be one word": ('"short": 4', '"short": 0'),
 }
