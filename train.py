@@ -50,7 +50,7 @@ OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, met
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "determines questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
 STEPS                   = setting("STEPS", 50, "number of rollout batches to learn from", low=1)
-BATCH_POSITIONS         = setting("BATCH_POSITIONS", 76, "B, the number of prompts in a step", low=1)
+BATCH_POSITIONS         = setting("BATCH_POSITIONS", 88, "B, the number of prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, the number of completions for each prompt", low=2)
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "the temperature of sampling, and so of the distribution that is trained", low=1e-3)
 EPOCHS                  = setting("EPOCHS", 1, "number of updates from each rollout batch", low=1)

@@ -177,7 +177,7 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
 
 
 @pytest.mark.parametrize("task", [rewards, mates])
-def test_a_quarter_of_the_positions_are_in_check_and_nearly_half_of_the_moves_asked_about_are_illegal(task, positions):
+def test_a_quarter_of_the_positions_are_in_check_and_half_of_the_moves_asked_about_are_illegal(task, positions):
     config, items = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0]
     others, illegal = [], []
     for seed in range(20):
@@ -188,7 +188,7 @@ def test_a_quarter_of_the_positions_are_in_check_and_nearly_half_of_the_moves_as
         others += [P.groups(question.prompt) for question in asked if question.kind == "policy"]
         illegal += [question.truth[3] for question in asked if question.kind == "environment"]
     assert task is mates or 0 < others.count(["in_check"]) < len(others) / 5  # as often as in games
-    assert task is mates or 0.35 < sum(illegal) / len(illegal) < 0.55
+    assert task is mates or 0.4 < sum(illegal) / len(illegal) < 0.6
     ordinary = [position for kind, position in items if kind == "moves"][:200]
     assert {*rewards.draw_ordinary(ordinary, 200, 190, random.Random(0))} == {*ordinary}  # where all are asked for
 
@@ -236,7 +236,7 @@ def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(m
     labels = (("g1f1", 50), ("g1h1", 20))
     for kind, moves, ladder in (
         ("moves", ("g1g7 ", "f2f3 ", "g1h1 ", "g1f1 "), [0.05, 0.7, 0.9, 1.0]),
-        ("mates", ("g1g7 ", "f2f3 ", "a1a8 "), [0.05, 0.3, 1.0]),
+        ("mates", ("g1g7 ", "f2f3 ", "a1a8 "), [0.05, 0.2, 1.0]),
     ):
         question = rewards.first_question(kind, Position(MATE_IN_ONE, (), labels), "expanded")
         assert [rewards.grade(question, text).reward for text in moves] == ladder
