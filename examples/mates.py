@@ -14,6 +14,7 @@ import gzip
 
 import rewards
 from nanorook.settings import SETTINGS, fail, output_file, setting
+from nanorook.task import Grade
 from rook import mating, positions
 from rook.stockfish import MATE
 
@@ -21,7 +22,10 @@ DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0
 DEFAULTS |= dict(WARMUP_STEPS=5, EVAL_EVERY=0, OUT_DIR="runs/mates")
 LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show = rewards.start_model, rewards.show
-LEGAL = {"structure": 0.05, "legal": 0.95}  # what ordinary positions pay for
+WEIGHTS = {  # what is paid for
+    "mates": {"structure": 0.05, "legal": 0.15, "check": 0.2, "mate": 0.6},
+    "moves": {"structure": 0.05, "legal": 0.95},
+}
 for name in SETTINGS.keys() & vars(rewards):
     del SETTINGS[name]  # a setting of the whole chess task, which would have no effect here
 MATES_SHARE = setting("MATES_SHARE", 0.75, "share of questions about positions with a mate in one", low=0, high=1)
@@ -56,10 +60,8 @@ def question(text, config):
 
 
 def grade(question, text, hit_limit=False):
-    found = rewards.grade(question._replace(kind="mates"), text)
-    if question.kind == "mates":
-        return found
-    return found._replace(pieces=tuple((name, weight * found.metrics[name]) for name, weight in LEGAL.items()))
+    metrics = rewards.grade(question._replace(kind="mates"), text).metrics
+    return Grade(tuple((name, weight * metrics[name]) for name, weight in WEIGHTS[question.kind].items()), metrics)
 
 
 def make(out, files):

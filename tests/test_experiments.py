@@ -29,7 +29,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     def run(command, stdout, cwd, env):
         assert env["PATH"] and "LR" not in env  # which the arguments have
         known = seeds.read(tmp_path / "seeds.json")["settings"]  # from now on the folder is of these
-        assert "STEPS=9" in known and "LR=0.5" in known and "KL_COEF=0.08" in known and "CONTROL=0" not in known
+        assert "STEPS=9" in known and "LR=0.5" in known and "KL_COEF=0.2" in known and "CONTROL=0" not in known
         given = dict(argument.split("=", 1) for argument in command[2:])
         started.append((given["SEED"], given["CONTROL"], given["STEPS"]))
         out = tmp_path / given["OUT_DIR"].split("/")[-1]
@@ -59,7 +59,7 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
     for arguments, environment, said in (
         (["STEPS=10"], {}, r"was made with other settings (STEPS=10, STEPS=9); name"),
         (["STEPS=9"], {"LR": "0.1"}, "was made with other settings (LR=0.1, LR=0.5); name"),
-        (["STEPS=9", "--task", "examples/sums.py"], {}, "KL_COEF=0.03, KL_COEF=0.08, "),
+        (["STEPS=9", "--task", "examples/sums.py"], {}, "KL_COEF=0.03, KL_COEF=0.2, "),
         (["STEPS=9", "--curves", "policy rewards T=0"], {}, "have no figure 'policy rewards T=0'"),
         (["SEED=5"], {}, "SEED is decided for each run by --task"),
         (["CONTROL=1"], {}, "CONTROL is decided for each run by --task"),

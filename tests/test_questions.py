@@ -236,7 +236,7 @@ def test_a_first_candidate_is_worth_more_on_each_rung_and_known_without_labels(m
     labels = (("g1f1", 50), ("g1h1", 20))
     for kind, moves, ladder in (
         ("moves", ("g1g7 ", "f2f3 ", "g1h1 ", "g1f1 "), [0.05, 0.7, 0.9, 1.0]),
-        ("mates", ("g1g7 ", "f2f3 ", "a1a8 "), [0.05, 0.2, 1.0]),
+        ("mates", ("g1g7 ", "f2f3 ", "a1a8 "), [0.05, 0.3, 1.0]),
     ):
         question = rewards.first_question(kind, Position(MATE_IN_ONE, (), labels), "expanded")
         assert [rewards.grade(question, text).reward for text in moves] == ladder

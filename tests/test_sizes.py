@@ -52,7 +52,7 @@ def test_a_users_value_comes_before_the_sizes_before_the_tasks_before_the_progra
     assert (found["LR"], found["BATCH_POSITIONS"]) == (1e-5, 8)  # the size's, where mates has 3e-4 and 64
     assert (found["STEPS"], found["KL_COEF"], found["CLIP_RANGE"]) == (300, 0.03, 0.2)  # the task's, and train.py's
     own = settings_of(model)
-    assert [own[name] for name in sizes.TABLE[50e6]] == [1e-5, 8, 8, 0.7] and own["KL_COEF"] == 0.08  # of chess
+    assert [own[name] for name in sizes.TABLE[50e6]] == [1e-5, 8, 8, 0.7] and own["KL_COEF"] == 0.2  # of chess
     small = f"MODEL={shape(**SMALL)}"
     assert [settings_of(mates, small)[name] for name in sizes.TABLE[50e6]] == [3e-4, 64, 32, 1.0]
     assert settings_of(small) | {"MODEL": ""} == settings_of()

@@ -95,10 +95,10 @@ def test_without_a_kl_no_reference_is_loaded(toy_run, monkeypatch):
 
 def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, capsys):
     toy_run(STEPS=1, LR=1e-3, LR_SCHEDULE="constant")
-    row = toy_run(STEPS=2, LR=1e-2, KL_COEF=0.2, GROUP_SIZE=3, LR_SCHEDULE="constant")[1]
+    row = toy_run(STEPS=2, LR=1e-2, KL_COEF=0.3, GROUP_SIZE=3, LR_SCHEDULE="constant")[1]
     assert row["lr"] == 1e-2
     printed = capsys.readouterr().out
-    assert "KL_COEF was 0.08 and is now 0.2" in printed and "GROUP_SIZE was 4 and is now 3" in printed
+    assert "KL_COEF was 0.2 and is now 0.3" in printed and "GROUP_SIZE was 4 and is now 3" in printed
     made = []
     adamw = lambda model: made.append(torch.optim.AdamW(model.parameters(), weight_decay=0.5)) or made  # noqa: E731
     monkeypatch.setattr(train, "make_optimizers", adamw)
