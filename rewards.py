@@ -30,7 +30,7 @@ MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.09, "share of environmen
 MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.96, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
 MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
-MATES_KL                   = setting("MATES_KL", 0.2, "KL_COEF is multiplied by this for questions about mates, which have most to learn", low=0)
+MATES_KL                   = setting("MATES_KL", 0.2, "KL_COEF is multiplied by this for questions about mates", low=0)
 RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
@@ -38,7 +38,7 @@ DEFAULTS = {"KL_COEF": 0.2, "WARMUP_STEPS": 25}
 KL_WEIGHTS = {"mates": MATES_KL}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
-ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, next states after illegal moves got worse
+ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, next states after illegal moves mostly got worse
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in twelve
 
 
