@@ -191,11 +191,11 @@ def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
     return tuple(torch.cat(part) for part in zip(*parts))
 
 
-# ---- Learning rate -----------------------------------------------------------------------------------------
+# ---- Schedules ---------------------------------------------------------------------------------------------
 
 
 def schedule(step, steps, warmup, kind):
-    """The factor of the learning rate at `step` (from 0): it rises to 1 over the warm-up, then stays or falls to 0."""
+    """What a setting is multiplied by at `step` (from 0): it rises to 1 over the warm-up, then stays or falls to 0."""
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

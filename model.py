@@ -26,8 +26,8 @@ from nanorook.tokenizer import Tokenizer
 
 recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
 
-# Entries of config.json that do not go into `extra`: they are written anew or left out; without
-# tie_word_embeddings, transformers ties GPT-2's head.
+# Entries of config.json that `extra` does not keep: write_config() sets or omits them. Without tie_word_embeddings,
+# transformers ties GPT-2's head.
 REWRITTEN = ("architectures", "model_type", "activation_function", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 REWRITTEN += ("bos_token_id", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D keeps (in, out), nn.Linear (out, in)
@@ -47,8 +47,8 @@ class GPTConfig:
 
 @dataclass
 class Prefix:
-    """The part of the prompts that a group's rows share: keys and values of all tokens but the last one, which is the
-    first that each row feeds to the model, to predict its first new token. Here P counts the tokens before it."""
+    """The part of a prompt that the rows of its group share: the keys and values of every token but the last. Each row
+    feeds that last token to the model itself, to predict its first new token. Here P counts only the shared tokens."""
 
     layers: list  # for each layer its keys and values, both (B, H, P, D)
     lengths: torch.Tensor  # (B,) tokens before the last one

@@ -21,7 +21,7 @@ from rapidfuzz.distance import Levenshtein
 
 from nanorook import parallel
 from nanorook.settings import fail, setting
-from nanorook.task import Grade, Question
+from nanorook.task import Grade, Question, runaway
 from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
@@ -260,9 +260,8 @@ def grade(question, text, hit_limit=False):
     pieces, metrics = graders[question.kind](question, text)
     judged = "next_state" if question.kind == "environment" else "legal"
     metrics |= {f"{judged}_{group}": metrics[judged] for group in positions.groups(question.prompt)}
-    reward = sum(value for _, value, *_ in pieces)
-    if hit_limit and reward > 0:  # a factor keeps the order of rewards, where a cap would make them all equal
-        pieces.append(("runaway", reward * (RUNAWAY_PENALTY_MULTIPLIER - 1)))
+    if hit_limit and sum(value for _, value, *_ in pieces) > 0:
+        pieces.append(runaway(pieces, RUNAWAY_PENALTY_MULTIPLIER))
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 

@@ -56,9 +56,9 @@ class Answer(NamedTuple):
 
 def sample(model, questions, group_size, limits, temperature=1.0, noise=None, max_rows=None):
     """Samples `group_size` answers to each question. Yields (Batch, its Answers), kind by kind and each in order; a
-    batch has whole groups, and at most `max_rows` rows. `limits`: {kind: most tokens of an answer}. `noise`: uniform
-    numbers (questions, group_size, the largest limit), which alone determine what is drawn: an answer does not depend
-    on what is sampled beside it."""
+    batch has whole groups, and at most `max_rows` rows unless one group has more. `limits`: {kind: most tokens of an
+    answer}. `noise`: uniform numbers (questions, group_size, the largest limit), which alone determine what is drawn:
+    an answer does not depend on what is sampled beside it."""
     alike = {}  # {(kind, stop, stop_after): indices of questions}
     for i, question in enumerate(questions):
         alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)

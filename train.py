@@ -68,6 +68,7 @@ LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.p
 CREDIT                  = setting("CREDIT", "piece", "a token is paid for the pieces of the reward that judge it, or for the whole answer as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), or pay rare successes more (mean), see grpo.advantages", one_of=("none", "std", "mean"))
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: pay for the best of k answers, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
+BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether k stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
@@ -98,14 +99,15 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once
 # ---- One step ----------------------------------------------------------------------------------------------
 
 
-def add_advantages(batch, answers, group_size, credit, seed=""):
-    """The batch with the advantage of each token (N, T), and with the weight of each row's KL (N,). `seed` determines
-    the permutations of CONTROL=shuffle."""
+def add_advantages(batch, answers, group_size, credit, step=0):
+    """The batch with the advantage of each token (N, T), and with the weight of each row's KL (N,). `step` determines the
+    permutations of CONTROL=shuffle and the k of BEST_OF_SCHEDULE."""
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
-    if CONTROL == "shuffle":
-        values = values[shuffled(answers, group_size, seed)]  # each answer gets those of a random one in its group
-    by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, BEST_OF)  # (N, K)
+    if CONTROL == "shuffle":  # each answer gets those of a random one in its group
+        values = values[shuffled(answers, group_size, f"{SEED}/{step}/")]
+    best_of = math.ceil(BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE))
+    by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, best_of)  # (N, K)
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
@@ -323,7 +325,7 @@ def main():
 
         # Rewards and advantages
         rollouts = [(batch, graded(task, rows)) for batch, rows in rollouts]
-        batches = [add_advantages(batch, rows, GROUP_SIZE, CREDIT, f"{SEED}/{step}/") for batch, rows in rollouts]
+        batches = [add_advantages(batch, rows, GROUP_SIZE, CREDIT, step) for batch, rows in rollouts]
         answers = parallel.gather([answer for _, rows in rollouts for answer in rows])  # of all processes
         clock.append(time.perf_counter())
 

@@ -4,7 +4,7 @@
 
 The start model talks about a sum and seldom finishes it. Besides one example in the system prompt, only the reward
 tells it how to answer; what it knows of addition from its training shows once it writes the sum down. SHOTS and
-MAX_NEW_TOKENS ask it in the usual way, with worked examples and room to think:
+MAX_NEW_TOKENS let you ask it in the usual way, with worked examples and room to think:
 
     python -m tools.evaluate MODEL TASK=examples/adds.py SHOTS=8 MAX_NEW_TOKENS=64
 """

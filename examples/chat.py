@@ -55,9 +55,13 @@ def chat(config, messages, **options):
 
 @functools.cache
 def compiled(template):
-    """The template in the environment that transformers gives it."""
+    """The template in the environment that transformers gives it. Only the date stays the same, so that a run that is
+    resumed asks the same questions."""
+    # {% generation %} marks what a model is trained on; it renders nothing.
+    template = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template)
+    template = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", template)
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     env.globals["raise_exception"] = lambda message: fail(f"the model's chat template refuses a message: {message}")
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    env.globals["strftime_now"] = lambda form: datetime(2024, 7, 26).strftime(form)  # Llama 3's own default
     return env.from_string(template)

@@ -2,9 +2,9 @@
 
     TASK=examples/letters.py ./train.sh             k f q b t =  ->   t
 
-The start model is made here too. It answers in the right form, with any one of the five letters: what it knows of the
-alphabet after the run, the reward has taught it. A task of your own provides the same names as this file;
-nanorook/task.py says what each is for.
+The start model is made here too. It answers in the right form, with any one of the five letters: whatever it knows
+about the alphabet after the run, it has learnt from the reward. A task of your own provides the same names as this
+file; nanorook/task.py says what each is for.
 """
 
 import random

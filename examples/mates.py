@@ -3,8 +3,9 @@
     TASK=examples/mates.py ./train.sh           P: a position with a mate in one   M:   ->   d8h4
 
 The prompt is the policy's with the first header of its answer, so the embedded model answers it with its first
-candidate: five or six tokens instead of 75, for the same skill. One question in four (MATES_SHARE) is about an
-ordinary position and asks for a legal move, so that legal moves are not forgotten; a quarter of these are in check.
+candidate: five or six tokens instead of 75, and they need the same skill. Three questions in four (MATES_SHARE) are
+about such positions. The others are about ordinary ones and ask for a legal move, so that legal moves are not
+forgotten; a quarter of these are in check.
 
     python -m examples.mates OUT FILE ...       makes the data from labelled positions
 """
@@ -70,7 +71,7 @@ def make(out, files):
     mates = [position for position in found if position.moves and position.moves[0][1] == MATE - 1]
     mates = sorted(position.fen for position in mates if positions.is_sound(position))
     if not mates:
-        fail("in no labelled position the best move mates; label positions with rook.label first.")
+        fail("no labelled position has a best move that mates; label positions with rook.label first.")
     with open(out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
         zipped.write("".join(f"{fen}\n" for fen in mates).encode())
 

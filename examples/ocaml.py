@@ -3,8 +3,8 @@
     TASK=examples/ocaml.py ./train.sh       (* the larger of b and a, plus one, times two *) let f a b =
                                             -> (max b a + 1) * 2
 
-No kind of answer is easier to verify than a program: the compiler says whether it parses and has the right type, and
-tests say what it does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it
+A program is an answer that a machine can verify: the compiler says whether it parses and has the right type, and tests
+say what it does. ocaml_verifier.py keeps what is judged in a cage. The start model is fluent and careless: it
 writes each word of a question as OCaml, but just as often with a wrong operator, order or type, or with parentheses
 forgotten or left open.
 

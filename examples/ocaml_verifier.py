@@ -14,9 +14,9 @@ What a model writes is a stranger's code. Two walls stand between it and everyth
   remains of it is the process, its bounds, and, if root runs this, the limited rights of the user "nobody".
 
 A program that breaks the inner wall can give itself any grade. It cannot give one to another program, or reach anything
-else behind the outer wall: the pipes to Python are closed before it is type-checked, and what its own pipe holds counts
-for this one program alone. It cannot signal or trace the process that it was forked from, and it is killed after its
-grade.
+else that the outer wall encloses: the pipes to Python are closed before it is type-checked, and what its own pipe holds
+counts for this one program alone. It cannot signal or trace the process that it was forked from, and it is killed after
+its grade.
 """
 
 import errno

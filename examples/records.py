@@ -5,7 +5,7 @@
 
 The start model knows JSON, but it may put a code fence around it, name the keys as it likes, take the wrong one of two
 names, or talk. The verifier is a parser and a comparison. Names and cities of the held-out questions are in no training
-question. SHOTS and MAX_NEW_TOKENS ask in the usual way, with worked examples and room for other words:
+question. SHOTS and MAX_NEW_TOKENS let you ask it in the usual way, with worked examples and room for other words:
 
     python -m tools.evaluate MODEL TASK=examples/records.py SHOTS=4 MAX_NEW_TOKENS=64
 """

@@ -1,7 +1,7 @@
 """A start model for a task of your own: a small GPT-2 over bytes, taught to answer by examples.
 
-This is plain supervised training. RL needs only answers of the right form from it, among which the right one is found
-often enough. What the examples do wrong, the model does wrong just as often, and the reward has to mend it.
+This is plain supervised training. RL only needs the model to keep to the form of an answer and to be right now and
+then. Whatever the examples get wrong, the model gets wrong just as often, and the reward has to correct it.
 """
 
 import hashlib

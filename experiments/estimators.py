@@ -1,4 +1,4 @@
-"""What SCALE_REWARDS and BEST_OF are worth: tasks with their own settings, whose advantages are computed in four ways.
+"""What SCALE_REWARDS and BEST_OF are worth: tasks with their own settings, whose advantages are computed in five ways.
 
     python -m experiments.estimators runs/estimators --only letters ocaml sums sums-result
 
@@ -20,6 +20,7 @@ ESTIMATORS = {  # see grpo.advantages
     "std": {"SCALE_REWARDS": "std"},
     "mean": {"SCALE_REWARDS": "mean"},
     "best of 4": {"BEST_OF": 4},
+    "best of 4 to 1": {"BEST_OF": 4, "BEST_OF_SCHEDULE": "linear"},
 }
 SHARED = {"EVAL_SAMPLES": 16, "KL_DIVERGENCE_THRESHOLD": 100.0}  # no run goes back for being far from its start
 CHESS = {"EVAL_POSITIONS": 800, "EVAL_EVERY": 0}

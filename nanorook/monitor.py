@@ -55,8 +55,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
 
 
 def check_start(metrics, dtype, limits):
-    """What is wrong if the model does not write well-formed answers, or if sampler, policy and reference differed
-    before the first update; empty if nothing is."""
+    """A message if too few answers are well-formed, or if sampler, policy and reference disagreed before the first
+    update; otherwise empty."""
     structure, kind = worst(metrics, "structure", min)
     if structure < 0.2:
         cut_off = metrics[f"{kind}/hit_limit"]

@@ -17,6 +17,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from nanorook import hardware
 from nanorook.settings import fail
 
+OTHERS = []  # the processes that launch() has started
+
 
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
@@ -64,11 +66,17 @@ def launch(processes):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the usual way to die skips atexit
+    atexit.register(kill_others)
     for rank in reversed(range(processes)):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # as torchrun would set them
         if rank > 0:
-            process = subprocess.Popen([sys.executable, *sys.argv], start_new_session=True)
-            atexit.register(process.kill)  # it has nothing to save
+            OTHERS.append(subprocess.Popen([sys.executable, *sys.argv], start_new_session=True))
+
+
+def kill_others():
+    """They have nothing to save."""
+    for process in OTHERS:
+        process.kill()
 
 
 def free_port():

@@ -264,6 +264,7 @@ def catch_signals():
 
     def handler(number, frame):
         if received:
+            parallel.kill_others()
             os._exit(128 + number)
         received.append(number)
         print("finishing this step or evaluation, then saving; press Ctrl-C again to quit at once", flush=True)

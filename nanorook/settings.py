@@ -71,7 +71,7 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         fail(f"{name}={error}")
     if one_of is not None and value not in one_of:
         fail(f"{name}={value} is not one of {', '.join(one_of)}.")
-    if name in ("TASK", "MODEL", "DATA", "OUT_DIR"):
+    if name in ("MODEL", "DATA", "OUT_DIR") or name == "TASK" and any(name in source for source in sources):
         value = from_here(value, name == "OUT_DIR")
     OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
@@ -157,5 +157,7 @@ def check_resumed(old, log):
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
             if name in ("MODEL", "DATA", "TASK", "SEED"):
-                fail(f"this run was started with {name}={old[name]}; use that again, or name another OUT_DIR.")
+                was = f"{name}={old[name]}" if old[name] != "" else f"no {name}"
+                fail(f"the run in OUT_DIR was started with {was}; use that again, name another OUT_DIR, or start over "
+                     "with FRESH=1.")  # fmt: skip
             log(f"{name} was {old[name]} and is now {value}")

@@ -9,7 +9,7 @@ import sys
 from nanorook import settings
 from nanorook.folder import parameters
 
-TABLE = {  # parameters above which a row applies, on top of those before it; the values are from runs on one GPU
+TABLE = {  # parameters above which a row applies, on top of those before it; the values are from runs of other programs
     # RookWorld-LM-124M on an RTX 4090 (24 GB): TEMPERATURE 0.7 to 0.8, and LR 1e-6 to 3e-6 where a run was unstable.
     50e6: dict(LR=1e-5, BATCH_POSITIONS=8, GROUP_SIZE=8, TEMPERATURE=0.7),
     # Qwen2.5-0.5B-Instruct on GSM8K, with CISPO; no size in between has been tried.

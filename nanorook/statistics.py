@@ -19,7 +19,7 @@ def are_shares(values):
 def student(freedom):
     """The factor for a 95 % interval; between the entries of STUDENT it is a little too large, never too small."""
     if freedom > 9:
-        return 1.96 + 2.5 / freedom
+        return 1.96 + 2.4 / freedom + 3 / freedom**2
     return float(np.interp(1 / freedom, [1 / n for n in range(9, 0, -1)], STUDENT[::-1]))
 
 

@@ -84,7 +84,7 @@ def prompt_ids(prompt, tokenizer):
 
 
 def load(file) -> Task:
-    """The module of a task file, by its path relative to the working directory or to the project's folder."""
+    """The module of a task file, by its absolute path or its path in the project's folder."""
     module = module_of(file) or fail(f"TASK={file}: there is no such Python file.")
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
         if not hasattr(module, name):
@@ -111,9 +111,9 @@ def load(file) -> Task:
 
 
 def module_of(file):
-    """The module of a Python file, by its path relative to the working directory or the project's folder, or None."""
-    paths = (path.resolve() for path in (Path(file), ROOT / file) if path.is_file() and path.suffix == ".py")
-    if not (path := next(paths, None)):
+    """The module of a Python file, by its absolute path or its path in the project's folder, or None."""
+    path = (ROOT / file).resolve()
+    if not path.is_file() or path.suffix != ".py":
         return None
     for module in list(sys.modules.values()):  # a program may have imported it already
         known = getattr(module, "__file__", None) or ""
@@ -246,7 +246,8 @@ def wrong_grade(grade, text):
 
 
 def runaway(pieces, factor=0.3):
-    """The piece that multiplies the reward of an answer without an end; a factor keeps the order of rewards."""
+    """The piece that multiplies the reward of an answer without an end. A factor keeps the order of rewards, where a
+    cap would make them all equal."""
     return "runaway", (factor - 1) * sum(value for _, value, *_ in pieces)
 
 

@@ -62,15 +62,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder):
-        """From tokenizer.json, or from vocab.json and merges.txt; a folder without either gets GPT-2's own."""
+        """From tokenizer.json, or from vocab.json and merges.txt; a GPT-2 without either gets GPT-2's own."""
         folder = Path(folder)
         if not folder.is_dir():
             fail(f"{folder}: there is no such folder.")
         try:
             files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
-            if not {"tokenizer.json", "vocab.json"} & files.keys():
-                return cls.gpt2()
             config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"{}"
+            if not {"tokenizer.json", "vocab.json"} & files.keys():
+                if json.loads(config).get("model_type", "gpt2") not in ("gpt2", "nanorook"):
+                    raise ValueError("there is neither a tokenizer.json nor a vocab.json")
+                return cls.gpt2()
             if "tokenizer.json" in files:
                 content = json.loads(files["tokenizer.json"])
             else:

@@ -77,12 +77,12 @@ def test_a_template_may_be_a_file_of_its_own_and_has_what_transformers_gives_it(
     template.write_text("""{{ bos_token }}
     {% for message in messages %}
 {% if message.role == "no" %}{{ raise_exception("a role of its own") }}{% endif %}
-{{ message | tojson }}{% break %}
+{%- generation %}{{ message | tojson }}{% endgeneration -%}{% break %}
     {% endfor %}
-{{ strftime_now("%%") }}{{ tools is none }}{{ add_generation_prompt }}""")
+{{ strftime_now("%d %b") }}{{ tools is none }}{{ add_generation_prompt }}""")
     config = config_of(tmp_path)
     assert chat(config, messages_of(("é", "<"), ("b", "c"))) == (
-        Special("<|im_start|>"), '\n{"role": "é", "content": "<"}%TrueTrue'
+        Special("<|im_start|>"), '\n{"role": "é", "content": "<"}26 JulTrueTrue'
     )  # fmt: skip
     for said, sentence in ((("no", "x"), "refuses a message: a role of its own"), (("user", 3), "fails: TypeError")):
         with pytest.raises(SystemExit, match=f"the model's chat template {sentence}"):

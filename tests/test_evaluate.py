@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from statistics import fmean
 
 import pytest
 
@@ -63,11 +64,14 @@ def test_pass_at_k_is_asked_of_the_same_model_and_questions(toy_settings, toy_ru
     honest = toy.grade
     grade = lambda *a: toy.Grade((("all", 0.5),), {"even": float(honest(*a).reward > 0.3)})  # noqa: E731
     monkeypatch.setattr(toy, "grade", grade)
-    skill, _ = train.evaluate(toy.model(), toy.questions(12), samples=16)
+    toy_settings(TEMPERATURE=0.5)
+    model, questions = toy.model(), toy.questions(12)
+    skill, _ = train.evaluate(model, questions, samples=16)
     shares = [skill[f"short even pass@{k}"][0] for k in (1, 4, 16)]
     assert 0 < shares[0] < shares[1] < shares[2] <= 1 and "short even pass@64" not in skill
-    assert abs(shares[0] - skill["short even T=1"][0]) < 0.5
-    assert len(skill["short even T=1"][2]) == len(skill["short even pass@4"][2])
+    answers = train.answer(model, questions, 0.5, 16)
+    assert shares[0] == pytest.approx(fmean(a.grade.metrics["even"] for a in answers if a.question.kind == "short"))
+    assert len(skill["short even T=0.5"][2]) == len(skill["short even pass@4"][2])
     toy_run(STEPS=2, EVAL_EVERY=1, EVAL_SAMPLES=4)
     kept = json.loads((tmp_path / "out" / "skill.json").read_text())
     assert [title for title in kept if "long even pass@4" in kept[title]] == ["before", "after"] != [*kept]
@@ -78,15 +82,18 @@ def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path,
     run = {"TASK": "mine.py", "MODEL": "start", "TEMPERATURE": 0.7, "OVERFIT": True, "LR": 1e-05, "DEVICE": "cuda:7"}
     (tmp_path / "settings.json").write_text(json.dumps(run))
     names = {"TASK": "rewards.py", "MODEL": "", "TEMPERATURE": 1.0, "OVERFIT": False, "LR": 1.0, "DEVICE": "auto"}
-    for arguments in ([str(tmp_path / "model"), "LR=3"], [f"MODEL={tmp_path}/model", "LR=3"]):
-        monkeypatch.setattr(sys, "argv", ["tool", *arguments])
+    for arguments in ([f"{tmp_path}/model"], [f"MODEL={tmp_path}/model"], []):
+        if not arguments:
+            monkeypatch.setenv("MODEL", f"{tmp_path}/model")
+        monkeypatch.setattr(sys, "argv", ["tool", *arguments, "LR=3"])
         monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
         monkeypatch.setattr(settings, "SETTINGS", {})
         settings.read_run()
         found = {name: settings.setting(name, default, "") for name, default in names.items()}
-        model = run["MODEL"] if arguments[0] == str(tmp_path / "model") else f"{tmp_path}/model"
+        model = run["MODEL"] if arguments == [f"{tmp_path}/model"] else f"{tmp_path}/model"
         assert found == run | {"LR": 3.0, "DEVICE": "auto", "MODEL": model}
         settings.read_user()  # as train.py does
+    monkeypatch.delenv("MODEL")
     monkeypatch.setattr(settings, "GIVEN", {name: {} for name in settings.GIVEN})
     settings.read_user()
     assert settings.setting("TEMPERATURE", 1.0, "") == 1.0

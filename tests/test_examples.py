@@ -93,7 +93,7 @@ def sides():
     return mates.load("builtin", None)
 
 
-def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides):
+def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides, monkeypatch):
     train, held_out = ([p.fen for kind, p in side if kind == "mates"] for side in sides)
     assert len(train) > 12_000 and len(held_out) > 1_000
     for fen in random.Random(0).sample(train + held_out, 300):
@@ -103,6 +103,9 @@ def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides):
     config, few = SimpleNamespace(extra={"chess_format": "expanded"}), sides[1][:20] + sides[1][-1:]
     kinds = [question.kind for question in mates.make_questions(few, 21, random.Random(0), config)]
     assert kinds == ["mates"] * 20 + ["moves"]  # all that there are
+    monkeypatch.setattr(mates, "MATES_SHARE", 0.5)
+    kinds = [question.kind for question in mates.make_questions(sides[1], 16, random.Random(0), config)]
+    assert kinds == ["mates"] * 8 + ["moves"] * 8
 
 
 def test_each_rung_pays_more_than_the_one_before():

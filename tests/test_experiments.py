@@ -170,8 +170,9 @@ def test_estimators_are_compared_on_each_task_before_and_after(tmp_path, monkeyp
         assert "| | greedy | sampled | form | pass@4 | pass@16 | entropy | without signal |" in table
         assert f"| mates, start {5 * '| 25.0 ± 0.0 '}| 0.50 ± 0.00 | 10.0 ± 0.0 |" in table
         assert f"| mates, best of 4 {5 * '| 75.0 ± 0.0 '}| 0.25 ± 0.00 | 40.0 ± 0.0 |" in table
-        assert [(run["SEED"], run.get("SCALE_REWARDS"), run.get("BEST_OF")) for run in made] == [
-            (seed, *changed) for seed in "01" for changed in ((None, None), ("std", None), ("mean", None), (None, "4"))
+        names = "SEED", "SCALE_REWARDS", "BEST_OF", "BEST_OF_SCHEDULE"
+        assert [tuple(run[name] for name in names if name in run) for run in made] == [
+            (seed, *changed) for seed in "01" for changed in ((), ("std",), ("mean",), ("4",), ("4", "linear"))
         ]
     for *_, given in estimators.TASKS.values():
         task = importlib.import_module(given["TASK"].removesuffix(".py").replace("/", "."))

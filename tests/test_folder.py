@@ -31,6 +31,10 @@ def test_config_has_defaults_and_keeps_entries_that_are_not_its_own(tmp_path):
 
 BAD_CONFIGS = {
     "n_inner is 7, but only None or 192 is supported": {"n_inner": 7},
+    "activation_function is 'relu', but only": {"activation_function": "relu"},
+    "scale_attn_weights is False, but only": {"scale_attn_weights": False},
+    "scale_attn_by_inverse_layer_idx is True, but only": {"scale_attn_by_inverse_layer_idx": True},
+    "add_cross_attention is True, but only": {"add_cross_attention": True},
     "n_layer is '3', which no GPT-2 has": {"n_layer": "3"},
     "n_layer is 0, which no GPT-2 has": {"n_layer": 0},
     "n_embd 48 is not a multiple of n_head 7": {"n_head": 7},

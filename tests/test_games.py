@@ -79,7 +79,7 @@ MORE = [pytest.param(answer, marks=pytest.mark.slow) for answer in ("bestmove (n
 
 
 @pytest.mark.parametrize("answer", ["bestmove \\377", *MORE])
-def test_an_engine_that_answers_garbage_is_said(answer, tmp_path, monkeypatch):
+def test_an_engine_that_answers_garbage_is_reported(answer, tmp_path, monkeypatch):
     text = f"while read word rest; do case $word in uci) echo uciok;; go) printf '{answer}\\n';; esac; done"
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
     monkeypatch.setattr(sys, "argv", "games weights/tiny --opponent stockfish --games 2 --start initial".split())

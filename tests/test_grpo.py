@@ -79,7 +79,7 @@ def trl_loss(trainer, logprobs, old, ref, advantages, mask, weights, loss, low, 
 
 
 @pytest.mark.parametrize("extras", ["plain", "kl", "weights", "an advantage for each token"])
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo"])  # one that is added TRL has not
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "cispo"])  # TRL lacks any loss that a reader adds
 def test_loss_and_gradient_equal_trl(trl, loss, extras):
     logprobs, old, ref, advantages, mask, weights = made_up()
     low, high = 0.2, 0.3
@@ -218,7 +218,7 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     answers = [Answer(ASKED, "", [3, 5], False, Grade(some, {})) for some in pieces]
     batch = Batch(*[None] * 2, torch.zeros(3, 2), *[None] * 3)
     toy_settings(CONTROL="shuffle", GROUP_SIZE=3)
-    found = [train.add_advantages(batch, answers, 3, "piece", f"{seed}/").advantages for seed in range(40)]
+    found = [train.add_advantages(batch, answers, 3, "piece", step).advantages for step in range(40)]
     for paid in found:
         values = [(0.5, 0.2), (0.1, 0.8), (0.0, 0.0)]
         expected = []
@@ -231,6 +231,16 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     assert sum(found).abs().max() / 40 < 0.2  # no information on average
     toy_settings(CONTROL="zero")
     assert not train.add_advantages(batch, answers, 3, "piece").advantages.any()
+
+
+def test_k_falls_to_one_during_the_run(toy_settings):
+    toy_settings(STEPS=10, BEST_OF=4, BEST_OF_SCHEDULE="linear", GROUP_SIZE=8)
+    values = torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
+    answers = [Answer(ASKED, "", [1], False, Grade([("whole", value)], {})) for value in values.flatten().tolist()]
+    batch = Batch(*[None] * 2, torch.zeros(8, 1), *[None] * 3)
+    for step, k in enumerate([4, 4, 4, 3, 3, 2, 2, 2, 1, 1]):
+        found = train.add_advantages(batch, answers, 8, "piece", step).advantages
+        torch.testing.assert_close(found, grpo.advantages(values, 8, best_of=k))
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
@@ -247,6 +257,8 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
 
     ours = loss_and_gradient(lambda x: train.loss_and_sums(x, batch, total, train.KL_COEF)[0], logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
+    guarded = train.loss_and_sums(logprobs, batch, total, train.KL_COEF)[1]["kl"]  # whatever the estimator and weights
+    torch.testing.assert_close(guarded, grpo.kl(logprobs, ref, mask, "k2").sum())
 
 
 def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settings):
@@ -277,7 +289,7 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(paid("piece"), torch.tensor(expected))
 
 
-WAYS = [*product(grpo.LOSSES, ["piece", "answer"], SCALES, [1, 2])]  # of the later ones most are slow in sum
+WAYS = [*product(grpo.LOSSES, ["piece", "answer"], SCALES, [1, 2])]  # together they take long, so most are marked slow
 
 
 @pytest.mark.parametrize(
@@ -362,6 +374,12 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
         assert max(rows) in largest
     (expected, weights), *others = results
     assert expected["grad_norm"] > 1e-3 and expected["kl"] < 1e-7 and expected["ratio_gap"] > 1e-4
+    if loss != "cispo":  # all ratios are 1 at first, and the KL 0, so the loss is minus the mean of the advantages
+        masks = [batch.completion_mask for batch in batches]
+        rows = torch.cat([(b.advantages * mask).sum(1) for b, mask in zip(batches, masks)])
+        lengths, longest = torch.cat([mask.sum(1) for mask in masks]), max(toy.LIMITS.values())
+        means = {"dapo": rows.sum() / lengths.sum(), "grpo": (rows / lengths).mean(), "dr_grpo": rows.mean() / longest}
+        assert expected["loss"] == pytest.approx(-means[loss].item(), abs=1e-5)
     for metrics, parameters in others:
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
         torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)

@@ -20,6 +20,16 @@ def test_metrics_are_means_over_the_answers_of_a_kind():
     assert metrics["a/characters"] == 1.5 and metrics["b/characters"] == 1
     assert metrics["a/earned/even"] == pytest.approx(1 / 7) and metrics["a/earned/first"] == pytest.approx(1 / 32)
     assert metrics["a/reward"] == pytest.approx(metrics["a/earned/even"] + metrics["a/earned/first"])
+    assert metrics["a/reward_max"] == pytest.approx(2 / 7) and metrics["reward_std"] > 0.1
+    assert metrics["a/hit_limit"] == 0.5 and metrics["a/frac_zero_std"] == 1
+    assert monitor.describe_answers(answers[:2], 2)["a/frac_zero_std"] == 0
+
+
+def test_the_log_looks_back_on_the_first_step_and_on_the_last_forty(tmp_path):
+    past = []
+    for step in range(60):
+        past = monitor.log_step(tmp_path / "log", past, {"step": step, "tokens": 3, "seconds": {"update": 2.0}})
+    assert [row["step"] for row in past] == [0, *range(20, 60)] and past[-1]["tokens_per_second"] == 1.5
 
 
 STATES = {

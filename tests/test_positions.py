@@ -223,7 +223,7 @@ def test_no_line_that_was_not_verified_becomes_a_mate(tmp_path, monkeypatch):
     lines = [f"{fen};;a1a8:{MATE - 1}" for fen in (wrong, mate)]
     mates.make(tmp_path / "mates.gz", [save(tmp_path / "some", lines)])
     assert P.read_text(tmp_path / "mates.gz") == f"{mate}\n"
-    with pytest.raises(SystemExit, match="in no labelled position the best move mates; label positions"):
+    with pytest.raises(SystemExit, match="no labelled position has a best move that mates; label positions"):
         mates.make(tmp_path / "none.gz", [save(tmp_path / "some", [f"{mate};;a1a7:10"])])
     assert not (tmp_path / "none.gz").exists()
 

@@ -290,6 +290,13 @@ def test_it_learns(run, few, monkeypatch):
     assert len(some) == 10 and torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1)[places], targets) < 2.5
 
 
+@pytest.mark.parametrize("module, weight", [(pretrain, "LEGAL_WEIGHT"), (texts, "DECISIVE_WEIGHT")])
+def test_weights_of_the_loss_reach_the_update(module, weight, run, few, monkeypatch):
+    plain = GPT.load(run("m", "--data", few, "--steps", 1)).wte.weight
+    monkeypatch.setattr(module, weight, 0)
+    assert not torch.equal(GPT.load(run("n", "--data", few, "--steps", 1)).wte.weight, plain)
+
+
 def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
     shape = "--tokenizer", bpe_folder, "--format", "rookworld", "--positions", 512, "--half"
     model = GPT.load(run("n", "--data", few, "--steps", 1, "--init", run("m", "--data", few, "--steps", 2, *shape)))

@@ -52,7 +52,7 @@ def environment(text, fen=START, move="e2e4", text_format="rookworld", **how):
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch):
-    """The engine that is asked where labels lack. It knows no move, if a test does not teach it."""
+    """The engine that is asked where labels lack. It knows no moves unless a test teaches it some."""
     engine = Mock(label=Mock(return_value=()))
     monkeypatch.setattr(rewards.stockfish, "label", engine.label)
     return engine
@@ -394,3 +394,10 @@ def test_the_runaway_penalty_keeps_the_order():
         assert runaway == (free if free <= 0 else pytest.approx(0.3 * free))
     assert len(pairs) > 50 and all(a[1] < b[1] for a, b in itertools.pairwise(pairs))
     assert pairs[0][0] == MALFORMED and pairs[-1][0] == 1
+
+
+def test_a_game_that_is_over_is_no_question(tmp_path):
+    (file := tmp_path / "positions.txt").write_text(
+        f"rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3\n{START}"
+    )
+    assert [position.fen for position in rewards.load_unfinished(file)] == [START]

@@ -61,7 +61,7 @@ def test_greedy_decoding_equals_the_full_forward(model, monkeypatch):
     assert [row[mask].tolist() for row, mask in zip(out.tokens, out.completion_mask)] == expected
     assert out.hit_limit.tolist() == [tokens[-1] != model.config.eos_token_id for tokens in expected]
     assert len(set(map(len, expected))) > 3 and out.hit_limit.any() and not out.hit_limit.all()
-    assert not out.rollout_logprobs.any()  # greedy has no doubt
+    assert not out.rollout_logprobs.any()  # a greedy choice has probability 1
 
 
 def test_a_row_does_not_depend_on_its_neighbours(model):
@@ -135,6 +135,8 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
         assert batch.completion_mask[i].sum() == at + 1 and answers[i].text.endswith(chr(stop))
         assert torch.equal(batch.tokens[i, : at + 1], plain.tokens[i, : at + 1]) and not answers[i].hit_limit
         assert logprobs.grad[i, at] < 0 and not logprobs.grad[i, at + 1 :].any()
+    others = sorted({*range(32)} - {*rows.tolist()})  # which end as they would without a stop
+    assert torch.equal(batch.completion_mask[others].sum(1), plain.completion_mask[others].sum(1))
 
 
 def test_a_stop_that_no_token_holds_is_refused():

@@ -18,7 +18,7 @@ import torch
 import toy
 import train
 from model import GPT, GPTConfig
-from nanorook import monitor
+from nanorook import monitor, parallel
 from nanorook.run import STEP, Run, catch_signals, continuation, finished, rewind
 
 
@@ -118,7 +118,7 @@ def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"\xff\x00", b"[1]", b"7", b"null", b"{}", b'{"step": "x", "seconds": {}}', b'{"step": 2}']
 )
-def test_a_damaged_log_is_cut_and_said(line, tmp_path, capsys):
+def test_a_damaged_log_is_cut_off_and_reported(line, tmp_path, capsys):
     file, row = tmp_path / "metrics.jsonl", b'{"step": 1, "seconds": {}}'
     file.write_bytes(b"\n".join([row, line, row]))
     assert [row["step"] for row in rewind(file, 5, "seconds")] == [1] and len(file.read_text().splitlines()) == 1
@@ -224,11 +224,13 @@ def state(model, optimizer):
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     monkeypatch.setattr(os, "_exit", Mock())
+    monkeypatch.setattr(parallel, "OTHERS", [other := Mock()])
     received = catch_signals()
     os.kill(os.getpid(), signal.SIGINT)
-    assert received == [signal.SIGINT] and not os._exit.called  # the step goes on
+    assert received == [signal.SIGINT] and not os._exit.called and not other.kill.called  # the step goes on
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit.assert_called_once_with(128 + signal.SIGTERM)
+    other.kill.assert_called_once_with()
 
 
 class Killed(BaseException):
@@ -280,11 +282,11 @@ FULL = {  # when the disk is full, and the newest checkpoint then
     "skill.json at the end": (Path, "write_text", 6, [3]),
     "out/model": (Path, "write_bytes", 22, [3]),
 }
-FAST = ("a line of metrics.jsonl", "a checkpoint's model", "out/model")  # the others are slow in sum
+FAST = ("a line of metrics.jsonl", "a checkpoint's model", "out/model")  # together, the others take too long
 
 
 @pytest.mark.parametrize("moment", [*FAST, *(pytest.param(m, marks=pytest.mark.slow) for m in FULL if m not in FAST)])
-def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(moment, tmp_path, toy_model):
+def test_a_full_disk_is_reported_and_the_checkpoint_before_is_whole(moment, tmp_path, toy_model):
     owner, name, nth, last, *file = FULL[moment]
     settings = dict(MODEL=toy_model, STEPS=3, SAVE_EVERY=1)
     with pytest.MonkeyPatch.context() as patch:

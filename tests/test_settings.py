@@ -50,16 +50,19 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
 def test_paths_are_absolute_where_a_user_stands_elsewhere(program, tmp_path, monkeypatch):
     """Tools, which start in the project's folder, read them again in settings.json."""
 
-    def paths(task="examples/letters.py", model="gpt2"):
+    def paths(task="examples/letters.py", model="gpt2", *words):
+        program(*words)
         given = {"TASK": task, "MODEL": model, "DATA": "mine.pgn", "OUT_DIR": "out"}
         return [setting(name, default, "a path") for name, default in given.items()]
 
-    program()
     assert paths() == ["examples/letters.py", "gpt2", "mine.pgn", "out"]
     monkeypatch.chdir(tmp_path)
     for name in ("mine.pgn", "mine.py", "start"):
         (tmp_path / name).touch()
-    assert paths("mine.py", "start") == [f"{tmp_path}/{name}" for name in ("mine.py", "start", "mine.pgn", "out")]
+    assert paths("mine.py", "start")[0] == "mine.py"  # a default is the project's own file
+    assert paths("rewards.py", "start", "TASK=mine.py") == [
+        f"{tmp_path}/{name}" for name in ("mine.py", "start", "mine.pgn", "out")
+    ]
     # where nothing is, a task lies in the project's folder, and a model on the hub
     assert paths() == ["examples/letters.py", "gpt2", f"{tmp_path}/mine.pgn", f"{tmp_path}/out"]
 

@@ -215,17 +215,19 @@ def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
     assert printed.count("● red") == 6  # two skipped steps before each way back
 
 
-def test_recovery_leads_to_the_last_good_state_and_not_to_the_start(toy_run, monkeypatch):
-    inject(monkeypatch.setattr, "optimizer", {2})
+@pytest.mark.parametrize("where, steps", [("optimizer", {2}), ("gradient", {2, 3})])
+def test_recovery_leads_to_the_last_good_state_and_not_to_the_start(where, steps, toy_run, monkeypatch):
+    inject(monkeypatch.setattr, where, steps)
     monkeypatch.setattr(train, "SNAPSHOT_EVERY", 1)
     before, update = [], train.update
     monkeypatch.setattr(train, "update", lambda *a, **k: before.append(copy.deepcopy(a[0])) or update(*a, **k))
-    toy_run(STEPS=4)
-    assert distance(before[3], before[1]) == 0 < distance(before[3], before[0])  # before[2] led to the broken update
+    toy_run(STEPS=5, MAX_CONSECUTIVE_NANS=2)
+    back = before[max(steps) + 1]  # before[2] led to an update that was broken or could not be made
+    assert distance(back, before[1]) == 0 < distance(back, before[0])
 
 
 def test_recovery_from_a_policy_that_has_left_its_reference(toy_run, monkeypatch, capsys):
-    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 1)  # not even then is the state kept that is too far
+    monkeypatch.setattr(train, "SNAPSHOT_EVERY", 1)  # even then a state that is too far away is not kept
     rows = toy_run(LR=0.05, LR_SCHEDULE="constant", STEPS=4, KL_DIVERGENCE_THRESHOLD=0.02, RECOVERY_LR_FACTOR=0.25)
     assert "back to the last good state, with LR multiplied by 0.25" in capsys.readouterr().out
     assert rows[1]["kl"] > 0.02 and rows[1]["state"] == "red" and "far from the reference" in rows[1]["advice"]
@@ -309,6 +311,8 @@ def test_no_setting_is_silent(toy_run, tmp_path):
         else:
             assert files[-1] != plain[1][-1], change  # the trained weights are others
     assert files[-1] != left("again", KL_DIVERGENCE_THRESHOLD=1e-9)[1][-1]
+    falling = left("falling", BEST_OF=3, BEST_OF_SCHEDULE="linear")
+    assert falling[1][-1] != left("staying", BEST_OF=3)[1][-1]
 
 
 def test_settings_of_the_machine_reach_what_they_name(toy_run, toy_settings, monkeypatch):
@@ -350,7 +354,8 @@ def test_every_setting_is_known_to_do_something():
         "TASK", "MODEL", "NPROC", "COMPILE", "MICROBATCH_TOKENS", "DEVICE",
         "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MAX_NEW_TOKENS_ENV", "RUNAWAY_PENALTY_MULTIPLIER", "MIX_FIRST_RATIO",
         "MATES_KL",
-        "OUT_DIR", "RECOVERY_LR_FACTOR", "FRESH",  # in test_train.py
+        "OUT_DIR", "FRESH",  # in test_train.py
+        "RECOVERY_LR_FACTOR", "BEST_OF_SCHEDULE",  # in test_no_setting_is_silent
         "REPORT_TO", "EVAL_SAMPLES",  # in test_loggers.py and test_evaluate.py
         "MAX_CONSECUTIVE_NANS",  # test_recovery_gives_up_with_words
     }  # fmt: skip

@@ -150,7 +150,7 @@ def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
     for name, sentence in (("nothing.py", "no such Python file"), ("task.txt", "no such Python file")):
         with pytest.raises(SystemExit, match=re.escape(sentence)):
             task.load(tmp_path / name)
-    monkeypatch.chdir(tmp_path / "..")  # from another folder the project's own tasks are found
+    monkeypatch.chdir(tmp_path)  # which has a rewards.py: the project's own files are found nevertheless
     assert task.load("rewards.py") is sys.modules["rewards"]
 
 

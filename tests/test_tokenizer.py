@@ -224,6 +224,9 @@ def test_wrong_files_are_refused_in_one_sentence(bpe_folder, tmp_path, monkeypat
     monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no route to host")))
     with pytest.raises(SystemExit, match="no tokenizer files.*no route to host"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # GPT-2's would be wrong for it
+    with pytest.raises(SystemExit, match="ValueError: there is neither a tokenizer.json nor a vocab.json"):
+        Tokenizer.load(tmp_path)
     content = json.loads((bpe_folder / "tokenizer.json").read_text())
     BAD[reason](content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))

@@ -33,7 +33,9 @@ def test_a_run_leaves_what_it_promises(task, tmp_path, few_positions, toy_model)
     rows = {f"{kind} reward T={temperature}" for kind in kinds for temperature in (0, 1)}
     assert rows <= {*json.loads((out / "skill.json").read_text())["after"]}
     assert json.loads((out / "settings.json").read_text())["SAVE_EVERY"] == 1
-    assert {"command", "commit", "machine", "dtype"} <= {*json.loads((out / "run.json").read_text())}
+    about = json.loads((out / "run.json").read_text())
+    assert {"commit", "machine", "dtype"} <= {*about} and arguments in about["command"]
+    assert f"OUT_DIR={out}" in about["command"] and "SAVE_EVERY=1" in about["command"]
     assert "step 2/2 reward" in result.stdout and "● " in result.stdout
     assert "warning: the environment has MODELS" in result.stderr  # another program's: no error
     trained, before = GPT.load(out / "model"), GPT.load(ROOT / model).state_dict()
@@ -42,7 +44,7 @@ def test_a_run_leaves_what_it_promises(task, tmp_path, few_positions, toy_model)
     torch.testing.assert_close(hf(tokens).logits, trained(tokens), atol=1e-4, rtol=0)
 
 
-def test_fewer_held_out_items_than_are_to_be_asked_are_told(toy_run, capsys):
+def test_too_few_held_out_items_are_reported(toy_run, capsys):
     told = "only 20 items are held out; all are used"
     toy_run("all", STEPS=1, EVAL_POSITIONS=20)
     assert told not in capsys.readouterr().out
@@ -59,9 +61,12 @@ def test_a_start_model_is_not_overwritten_and_bad_settings_delete_nothing(toy_ru
         assert len(toy.rows(tmp_path / "out")) == 1 and GPT.load(folder)
 
 
-@pytest.mark.parametrize("name", ["decode", "score"])
-def test_out_of_memory_is_one_sentence(name, tmp_path, toy_model, monkeypatch):
-    monkeypatch.setattr(GPT, name, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried ...")))
+@pytest.mark.parametrize("name, error", [
+    ("decode", torch.OutOfMemoryError("CUDA out of memory. Tried ...")),
+    ("score", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")),
+])  # fmt: skip
+def test_out_of_memory_is_one_sentence(name, error, tmp_path, toy_model, monkeypatch):
+    monkeypatch.setattr(GPT, name, Mock(side_effect=error))
     said = toy.main(tmp_path, MODEL=toy_model, MICROBATCH_TOKENS=77)
     assert said.startswith("error: out of memory: in the update, set MICROBATCH_TOKENS") and "BATCH_POSITIONS" in said
 
@@ -69,7 +74,7 @@ def test_out_of_memory_is_one_sentence(name, tmp_path, toy_model, monkeypatch):
 def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     rows = toy_run("a")
     assert toy_run("b") == rows != toy_run("c", SEED=1)
-    with pytest.raises(SystemExit, match="started with SEED=1; use that again, or name another OUT_DIR"):
+    with pytest.raises(SystemExit, match="started with SEED=1; use that again, name another OUT_DIR, or start over"):
         toy_run("c", SEED=2)
     assert toy_run("c", SEED=0, FRESH=True) == rows
     with pytest.raises(SystemExit, match="contains a run of 2 steps, so none is left with STEPS=2; raise STEPS, name"):
@@ -138,20 +143,26 @@ def test_a_batch_that_cannot_be_filled_or_divided_is_refused(toy_run, monkeypatc
 
 def test_evaluation_is_the_mean_of_the_grades(toy_settings):
     model, questions = toy.model(), toy.questions(40)
-    figures, _ = train.evaluate(model, questions)
+    figures, shown = train.evaluate(model, questions)
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     for t in (0, 1):
         answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]
         expected = monitor.intervals(train.graded(toy, answers))
         assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
+    assert {(a.question, a.text) for a in shown} == {(a.question, a.text) for a in answers}  # the sampled ones
 
 
 def test_training_asks_about_its_own_side_and_each_step_draws_anew(toy_run, monkeypatch):
     asked, honest = [], toy.make_questions
-    monkeypatch.setattr(toy, "make_questions", lambda items, n, *r: asked.append((n, {*items})) or honest(items, n, *r))
+
+    def listen(items, n, rng, config):
+        asked.append((n, {*items}, questions := honest(items, n, rng, config)))
+        return questions
+
+    monkeypatch.setattr(toy, "make_questions", listen)
     first, second = toy_run(STEPS=2, EVAL_POSITIONS=5, OVERFIT=True, CONTROL="zero")
-    assert {n: items for n, items in asked} == {4: {*range(100)}, 5: {*range(100, 120)}} and len(asked) == 4
-    assert first["reward"] != second["reward"]  # the same questions and weights, other answers
+    assert {n: items for n, items, _ in asked} == {4: {*range(100)}, 5: {*range(100, 120)}} and len(asked) == 4
+    assert asked[2][2] == asked[3][2] and first["reward"] != second["reward"]  # the same questions, other answers
 
 
 def test_each_seed_draws_its_own_held_out_questions_and_names_them(toy_run, tmp_path):
