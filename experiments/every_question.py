@@ -3,8 +3,9 @@
     python -m experiments.seeds OUT --seeds 3 EVAL_EVERY=0    makes the runs
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
 
-The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance:
-the error rate of 5 % is for all of them together. Intervals hold for other seeds and other questions; those of a single
+The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance,
+corrected for their number (Holm). With three to five seeds this is approximate: in simulations in which nothing
+changed, 8 to 30 % of such tables had a star. Intervals hold for other seeds and other questions; those of a single
 run only for other questions. OUT/every_question.json records the table, and OUT/asked.json the value of each question;
 models that are in it are not asked again.
 """

@@ -57,8 +57,8 @@ def verdict(out):
         headline += " That is the noise of one run: as a control, it was not paid for its answers." * control
     elif len(skill) == 1:
         before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
-        headline = ("The run was stopped before a second evaluation on held-out questions; in training the reward went "
-                    f"from {before:.2f} to {after:.2f}.")  # fmt: skip
+        headline = ("Held-out questions were asked only before the run; in training the reward went from "
+                    f"{before:.2f} to {after:.2f}.")  # fmt: skip
     else:
         headline = f"Nothing rose on {asked} held-out questions: {why_nothing(rows, kinds, first, settings, gains)}."
     lines = [headline]

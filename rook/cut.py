@@ -2,7 +2,7 @@
 
 python -m rook.cut MODEL OUT            MODEL: a Hugging Face folder or a hub id
 
-Of GPT-2's 50,257 tokens 2,052 are left. Where answers are short, the softmax over all of them takes most of a step.
+Of GPT-2's 50,257 tokens, 2,052 are left. Where answers are short, a softmax over all tokens takes most of a step.
 Texts have the same tokens as before, under new ids, and the layers stay as they are.
 """
 

@@ -25,7 +25,7 @@ from nanorook.tables import table
 from rollout import sample
 from rook import stockfish
 from rook.label import require
-from rook.positions import Position, distinct, is_sound
+from rook.positions import Position, distinct, is_sound, split
 
 START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
@@ -88,7 +88,8 @@ def start_stockfish(skill, nodes):
     engine.send(f"setoption name Skill Level value {skill}")
 
     def opponent(board):
-        engine.send(f"position fen {board.fen()}")
+        played = " ".join(move.uci() for move in board.move_stack)  # with which the engine sees repetitions
+        engine.send(f"position fen {board.root().fen()} moves {played}")
         words = engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()
         if words[1:2] not in [[move.uci()] for move in board.legal_moves]:
             raise stockfish.EngineError(f"gave no legal move for {board.fen()}")
@@ -132,7 +133,7 @@ def main():
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).inference_copy(dtype)
-    held = a.start == "held-out" and openings(rewards.load_positions(a.data)[1], a.games)
+    held = a.start == "held-out" and openings(split(rewards.load_unfinished(a.data))[1], a.games)
     if held == []:
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     columns, pgn = [], ""
@@ -144,7 +145,9 @@ def main():
         for i, (board, end) in enumerate(zip(boards, ends)):
             white, black = (a.model, name) if has_white(i) else (name, a.model)
             game = chess.pgn.Game.from_board(board)
-            game.headers.update(White=white, Black=black, Result=result(board, end), Termination=end)
+            game.headers.update(
+                Event=f"temperature {t:g}", White=white, Black=black, Result=result(board, end), Termination=end
+            )
             pgn += f"{game}\n\n"
     print(f"Games of {a.model} against {name}\n\n{table([*zip(['', *found], *columns)])}")
     if a.pgn:

@@ -145,7 +145,8 @@ def run(args):
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
     if args.source:
-        given = [p for name in args.source for p in positions.load(name) if positions.is_sound(p)]
+        loaded = (p for name in args.source for p in positions.load(name) if positions.is_sound(p))
+        given = positions.distinct(p._replace(asked=None) for p in loaded)  # a label belongs to a board
         settings["from"] = zlib.crc32(repr(given).encode())
         wanted = min(args.positions or len(given), len(given))
         every_unit = (given[at : at + CHUNK] for at in range(0, len(given), CHUNK))

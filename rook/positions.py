@@ -102,7 +102,7 @@ BOARD = r"[1-8.pnbrqkPNBRQK/]+ [wb] [-A-Ha-hKQkq]+ (?:-|[a-h][36])"  # the first
 OURS = re.compile(rf"({BOARD} \d+ \d+);((?:{UCI}(?: {UCI})*)?);((?:{UCI}:{CP}(?: {UCI}:{CP})*)?)")
 POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.\d+)?\s+)+)B: {UCI}")
 ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} )*)\2 ?\+[^+]+\+-?\d(?:\.\d+)?\+[01]\+[01]")
-FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z].*)?")  # an EPD's operations are not read
+FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z;].*)?")  # an EPD's operations are not read
 VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_line`
 UNVERIFIED = {}  # position of a later line -> (file, number of the line), see `is_sound`
 
@@ -131,7 +131,7 @@ def read_position(line):
         return Position(contract_board(match[1]) + (match[2] or " 0 1"), (), ())
     raise ValueError(
         "expected a FEN, an EPD, 'FEN;recent moves;move:centipawns ...', 'P: FEN M: moves E: evaluations B: move' or "
-        f"'A: FEN+move+recent moves and the move+next FEN+reward+terminated+truncated', found {line[:40]!r}"
+        f"'A: FEN+move+recent moves and the move+next FEN+reward+terminated+truncated', found {line[:80]!r}"
     )
 
 
@@ -207,7 +207,7 @@ def read_game(game, place):
 
 # ---- Files -------------------------------------------------------------------------------------------------
 
-BAD_SHARE = 0.1  # of lines or games may be unusable: RookWorld's data has games that go on after an illegal move
+BAD_SHARE = 0.4  # of lines or games may be unusable: a quarter of RookWorld's A: lines may come after an illegal move
 logging.getLogger("chess.pgn").setLevel(logging.CRITICAL)  # python-chess would print each bad game, too
 
 
@@ -236,7 +236,7 @@ def load(source):
         except ValueError as error:
             bad.append(f"{kind} {number}: {error}")
     count = f"{len(bad)} of {len(entries)} {kind}s"
-    if len(bad) > BAD_SHARE * len(entries):
+    if len(bad) > BAD_SHARE * len(entries) or bad and not positions:
         fail(f"{source}, {bad[0]} ({count} cannot be used).")
     if not positions:
         fail(f"{source}: expected positions, found none.")

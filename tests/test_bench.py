@@ -79,6 +79,13 @@ def test_transformers_completes_the_same_prompts_with_the_same_weights(title, sm
     assert len(made) == 6 and all(torch.equal(made[i], expected) for i in (0, 1, 3, 4))  # those in fp32
 
 
+def test_the_peak_of_memory_is_that_of_one_workload():
+    bytearray(2 * 10**8).count(1)  # which is read, and so it exists
+    before = bench.peak_memory(CPU)
+    bench.reset_peak(CPU)
+    assert bench.peak_memory(CPU) < before - 0.1
+
+
 def test_no_program_takes_less_than_its_products(small):
     w, texts = small[0]["W6"], small[1]
     model, _ = bench.prepare(w, texts, CPU, torch.float32)

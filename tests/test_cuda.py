@@ -182,7 +182,7 @@ FREE = [("124M", 22e9, 10000, 20000), ("124M", 79e9, 32768, 32768), ("embedded",
 
 
 @pytest.mark.parametrize("name, free, least, most", FREE)
-def test_microbatches_fit_the_free_memory_of_a_gpu(monkeypatch, toy_settings, name, free, least, most):
+def test_microbatches_fit_the_free_memory_of_a_gpu(monkeypatch, name, free, least, most):
     """Of 24, 80 and 8 GB, without what its libraries and the model take."""
     with torch.device("meta"):
         model = GPT(SIZES[name]).set_compute_dtype(torch.bfloat16)
@@ -190,9 +190,6 @@ def test_microbatches_fit_the_free_memory_of_a_gpu(monkeypatch, toy_settings, na
     with pretend_cuda.on(monkeypatch, free=free):
         model.to_empty(device="cuda")
         tokens = hardware.microbatch_tokens(model, 200)
-        model.tokenizer = toy.model().tokenizer
-        toy_settings(MICROBATCH_TOKENS=50_000)
-        assert train.plan_memory(model, toy.questions()) == 50_000
     assert least <= tokens <= most
     assert tokens * hardware.bytes_of_a_token(model, 200) + 16 * parameters + 16 * 2**28 < 0.81 * free
 

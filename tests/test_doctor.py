@@ -79,6 +79,9 @@ def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):
     likely = [SimpleNamespace(question=toy.questions(1)[0], text="abc", grade=least(None, "abc"))] * 8
     batch = SimpleNamespace(advantages=torch.zeros(8, 3))
     assert not doctor.rewards(batch, likely).sentence
+    asked, nothing = toy.questions(1)[0], Grade((("all", 0.0),), {"structure": 1.0})
+    unpaid = [SimpleNamespace(question=asked, text=str(i), grade=nothing) for i in range(8)]
+    assert not doctor.rewards(batch, unpaid).sentence  # another check says so
 
 
 def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):

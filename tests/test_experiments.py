@@ -70,6 +70,11 @@ def test_seeds_are_compared_with_controls_and_not_run_again(tmp_path, monkeypatc
             main(*arguments)
         assert said in f"{stopped.value}{capsys.readouterr().err}"
     assert len(started) == 4
+    known = (file := tmp_path / "seeds.json").read_text()
+    file.unlink()
+    with pytest.raises(SystemExit, match="seed-0 was made with STEPS=9, not 10; delete it, or name another OUT"):
+        main("STEPS=10")
+    file.write_text(known)
     (tmp_path / "seed-0" / "run.json").unlink()
     with pytest.raises(SystemExit, match="records seed-0, whose folder is gone, so no run can be added"):
         main("STEPS=9", "--seeds", "3")

@@ -2,6 +2,7 @@ import random
 import re
 import runpy
 import sys
+from types import SimpleNamespace
 
 import chess
 import chess.pgn
@@ -85,6 +86,17 @@ def test_an_engine_that_answers_garbage_is_reported(answer, tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", "games weights/tiny --opponent stockfish --games 2 --start initial".split())
     with pytest.raises(SystemExit, match="error: Stockfish gave no legal move for rnbq"):
         runpy.run_module("rook.games", run_name="__main__")
+
+
+def test_stockfish_is_told_the_moves_and_so_sees_repetitions(monkeypatch):
+    sent, board = [], chess.Board()
+    engine = SimpleNamespace(send=sent.append, answer=lambda *_: ["bestmove g1f3"], name="an engine")
+    monkeypatch.setattr(games.stockfish, "Engine", lambda path: engine)
+    monkeypatch.setattr(games, "require", lambda: "")
+    for move in ("e2e4", "e7e5"):
+        board.push_uci(move)
+    assert games.start_stockfish(0, 1)[0](board) == "g1f3"
+    assert sent[-1] == f"position fen {chess.STARTING_FEN} moves e2e4 e7e5"
 
 
 @pytest.mark.needs("stockfish")

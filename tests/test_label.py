@@ -57,7 +57,9 @@ def test_every_line_is_a_position_with_its_best_moves_first(undisturbed):
 
 def test_finished_games_and_mirrored_positions_are_left_out(tmp_path):
     mate_in_one, mated = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1", "R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 0 1"
-    (tmp_path / "fens").write_text("\n".join([mate_in_one, mated, chess.STARTING_FEN, P.mirror_fen(mate_in_one)]))
+    fens, start = [mate_in_one, mated, P.mirror_fen(mate_in_one)], chess.STARTING_FEN
+    asked = [f"A: {start}+{move}+{move}+{start}+0.001+0+0" for move in ("e2e4", "d2d4")]  # one board, two moves
+    (tmp_path / "fens").write_text("\n".join([*fens, *asked]))
     out = run(tmp_path / "out.txt.gz", "--from", tmp_path / "fens", "--nodes", 2000)
     assert "2 positions (1 left out" in out  # the mirrored one was not even loaded
     first, second = P.load(tmp_path / "out.txt.gz")

@@ -132,9 +132,10 @@ def test_fen_and_epd_lists(tmp_path):
     epd, king = "1k1r4/pp1b1R2/3q2pp/4p3/2B5/4Q3/PPP2B2/2K5 b - -", "8/8/8/4k3/8/8/4P3/4K3 w - - 5 40"
     lines = ["\ufeff# a comment, and an empty line", "", P.expand_board(EN_PASSANT) + "  "]
     lines += [epd + ' bm Qd1+; id "BK.01; with a mark";', f"{START};;e2e4:20", f"{king} bm e4"]
+    lines += [f"{(perft := '8/8/8/4k3/8/8/3P4/4K3 w - - 0 1')} ;D1 7 ;D2 49"]
     (tmp_path / "fens").write_text("\r\n".join(lines), encoding="utf-8")
-    labels = [(), (), (("e2e4", 20),), ()]
-    expected = [(fen, (), moves, None) for fen, moves in zip((EN_PASSANT, f"{epd} 0 1", START, king), labels)]
+    labels = [(), (), (("e2e4", 20),), (), ()]
+    expected = [(fen, (), moves, None) for fen, moves in zip((EN_PASSANT, f"{epd} 0 1", START, king, perft), labels)]
     assert P.load(tmp_path / "fens") == expected
 
 
@@ -240,5 +241,5 @@ def test_few_bad_lines_are_counted_and_many_refused(positions, tmp_path, capsys,
     lines, odd = [write_position(position) for position in positions[:990]], "8/8/8 w - - 0 1;;a1a2:1"
     assert P.load(save(tmp_path / "few", [*lines[:500], odd, *["?"] * 8, *lines[500:]])) == positions[:990]
     assert "few: left out 9 of 999 lines" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"many, line 501: expected .*\(111 of 1101 lines"):
-        P.load(save(tmp_path / "many", lines[:500] + ["?"] * 111 + lines[500:]))
+    with pytest.raises(SystemExit, match=r"many, line 501: expected .*\(700 of 1690 lines"):
+        P.load(save(tmp_path / "many", lines[:500] + ["?"] * 700 + lines[500:]))

@@ -149,6 +149,9 @@ def test_a_task_may_show_text(tmp_path):
     text = report.write(make_run(tmp_path / "run", letter_samples, task=str(tmp_path / "my_task.py"))).read_text()
     assert text.count("<pre>{&#x27;answer&#x27;: &#x27;ab&#x27;} &amp; &lt;a</pre></div>") == 1
     assert '<p class="soft">Why &lt;so&gt;?</p>' in text
+    (tmp_path / "broken.py").write_text(module.replace("{text}", "{text[99]}"))
+    with pytest.raises(SystemExit, match="show of the task .*broken.py failed for '.*': IndexError"):
+        report.write(make_run(tmp_path / "other", letter_samples, task=str(tmp_path / "broken.py")))
 
 
 def panels(text):

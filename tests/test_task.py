@@ -85,7 +85,6 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "load sets": ("load", lambda *args: ({1}, {2}), r"load returned .\{1\}, \{2\}.; it has to return two lists"),
     "items no data": ("load", lambda *args: ([lambda: 0] * 9, [0] * 9), "items have to be data that pickle can copy"),
     "no start": ("start_model", lambda: None, "start_model returned None; it has to return the folder of a model"),
-    "limits too small": ("grade", with_pieces(structure=0.0), "raise the task's LIMITS {'short': 1"),
 }
 
 
@@ -93,8 +92,6 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
 def test_a_mistake_is_one_sentence(mistake, toy_run, monkeypatch):
     name, value, sentence = WRONG[mistake]
     monkeypatch.setattr(toy, name, value)
-    if mistake == "limits too small":
-        monkeypatch.setattr(toy, "LIMITS", {"short": 1, "long": 1})
     if mistake == "changes items":
         monkeypatch.setattr(toy, "load", lambda *args: ([[]] * 9, [[]] * 9))
     if mistake == "changes truth":

@@ -4,17 +4,20 @@ python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32]
 
 Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
 take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. If other
-programs share the CPU, a process's seconds of CPU time say more than the clock; OMP_NUM_THREADS=1 makes them exact.
+programs share the CPU, a process's seconds of CPU time say more than the clock; with OMP_NUM_THREADS=1 they contain no
+time of threads that only wait.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import json
 import os
 import random
 import resource
 import string
+import sys
 import tempfile
 import time
 import timeit
@@ -70,7 +73,18 @@ def peak_memory(device):
     """In GB: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # Linux counts in KB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def reset_peak(device):
+    """What earlier workloads have used no longer counts."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif (file := Path("/proc/self/clear_refs")).exists():
+        file.write_text("5")
 
 
 def clock(device):
@@ -121,7 +135,11 @@ def prepare(w, prompts, device, dtype):
     model.tokenizer = Tokenizer.of_bytes()
     model.config.eos_token_id, model.tokenizer.ends = -1, (-1,)  # which never comes
     reference = train.make_reference(model) if w.kl else None
-    optimizers = train.make_optimizers(model)
+    optimizers, most = train.make_optimizers(model), 0
+    if w.kl is not None:  # planned once, as in train.py: what PyTorch keeps later no longer looks free
+        keys = max(len(model.tokenizer.encode(prompt)) for prompt in prompts) + w.new
+        model.recompute = hardware.must_recompute(model, w.group * w.new, keys)
+        most = hardware.microbatch_tokens(model, keys)
 
     def run():
         ids = [model.tokenizer.encode(prompt) for prompt in prompts]
@@ -132,9 +150,6 @@ def prepare(w, prompts, device, dtype):
                 detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
             batch = batch._replace(advantages=advantages, kl_weights=torch.ones(len(advantages), device=device))
-            keys = max(map(len, ids)) + w.new
-            model.recompute = hardware.must_recompute(model, w.group * w.new, keys)
-            most = hardware.microbatch_tokens(model, keys)
             train.update(model, reference, optimizers, [batch], most)
 
     return model, run
@@ -257,6 +272,7 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
 
 def measure(w, device, dtype, runs, only):
     """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
+    reset_peak(device)
     prompts = random_prompts(w.prompts, w.tokens)
     model, run = prepare(w, prompts, device, dtype)
     peer, whom = ("transformers", TRANSFORMERS) if w.kl is None else ("trl", TRL)
@@ -274,7 +290,8 @@ def measure(w, device, dtype, runs, only):
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
         if not whom or not importlib.util.find_spec(peer):
-            print(f"  {peer} is not installed, so nothing is compared" if whom else "")
+            if whom:
+                print(f"  {peer} is not installed, so nothing is compared")
             found = [[{}, *(turn() for _ in range(runs))]]
         elif w.kl is None:
             found = [transformers_rounds(w, prompts, folder, device, runs, turn, whom)]
@@ -315,6 +332,8 @@ def main():
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()
+    if a.only != "nanorook" and not any(a.only in who for who in [*TRANSFORMERS, *TRL]):
+        p.error(f"--only {a.only}: no setting has this name; there are {', '.join([*TRANSFORMERS, *TRL])}.")
     device, dtype = hardware.prepare(dtype=a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
     result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}

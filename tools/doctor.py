@@ -56,7 +56,8 @@ def prepare(count):
     model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
-        fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; provide more.")
+        fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; ask fewer (BATCH_POSITIONS, "
+             "or QUESTIONS of tools.signal), or provide more.")  # fmt: skip
     return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 
@@ -213,7 +214,7 @@ def rewards(batch, samples):
         f"{samples[0].question.kind} rewards",
         {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
         (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
-        (len(capped) > 4 and share > 0.5 and most < 1 - 1e-6,
+        (len(capped) > 4 and share > 0.5 and 1e-6 < most < 1 - 1e-6,
          f"{share:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
         (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std multiplies noise by {times:.0f}: use "
          "none."),

@@ -326,7 +326,11 @@ def card(answers, most):
 def shown(run, sample):
     """What the run's task shows beside an answer, as HTML."""
     question = Question(**{name: sample[name] for name in Question._fields if name in sample})
-    text = run.show(question, sample["completion"])
+    try:
+        text = str(run.show(question, sample["completion"]))
+    except Exception as error:  # whatever the task's own code raises
+        fail(f"show of the task {run.settings.get('TASK')} failed for {sample['completion']!r:.60}: "
+             f"{type(error).__name__} {error}.")  # fmt: skip
     text = text if text.startswith("<") else f"<pre>{escape(text)}</pre>"
     return f'<div class="shown">{text}</div>' if text != "<pre></pre>" else ""
 

@@ -13,7 +13,9 @@ if [ -z "${PYTHON:-}" ]; then
         if cmp -s "$file" ".venv/$file"; then
             continue
         fi
-        echo "Installing $file into .venv, once: about 200 MB and one to five minutes (with CUDA's libraries 3 GB)." >&2
+        size=
+        [ "$file" != requirements.txt ] || size=": about 200 MB and one to five minutes (with CUDA's libraries 3 GB)"
+        echo "Installing $file into .venv, once$size." >&2
         if command -v uv >/dev/null; then
             [ -x "$PYTHON" ] || uv venv --seed --quiet --python ">=3.11" .venv
             uv pip install --python "$PYTHON" --requirement "$file"

@@ -145,9 +145,9 @@ def split(rows, B, P, T):
     """In words, what the noise of B questions is made of, and the best B × G at equal cost. rows: as for between().
 
     The gradient of a group is (G - k) / k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided
-    by that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly if rewards and logprobs are
-    independent. With P tokens in a prompt and T in an answer a step costs B (P + G T), so the best G - k is
-    √(σ_w² / σ_b² · (k + P / T))."""
+    by that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly for k = 1 if rewards and logprobs are
+    independent; for k > 1 it is only a guide. With P tokens in a prompt and T in an answer a step costs B (P + G T), so
+    the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
     G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
     shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
     within = [(1 / x - 1) * (G // 2 - k) for x in shares]  # σ_w² / σ_b²
@@ -185,6 +185,7 @@ def report(found, kinds, seconds, tokens):
 
 def main():
     settings.finish("python -m tools.signal")
+    train.COMPILE = "0"  # each graph is differentiated several times, which compiled ones refuse
     if REFERENCE and not train.KL_COEF:
         fail(f"REFERENCE={REFERENCE} has no effect with KL_COEF=0; leave it out, or give the KL a weight.")
     model, questions = prepare(QUESTIONS)
@@ -197,7 +198,8 @@ def main():
     most = train.plan_memory(model, questions)
     for batch, answers in ask(model, questions, train.TEMPERATURE):
         batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
-        train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch], most)
+        compared = reference or (model if train.KL_COEF else None)  # a run's reference takes as long
+        train.update(model, compared, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch], most)
         spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
         seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
         rollouts.append((batch, answers))

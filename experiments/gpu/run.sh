@@ -28,7 +28,7 @@ for name in "$@"; do
     [[ " $stages" == *" $name"* ]] || fail "$name is not a stage; the stages are: $stages."
 done
 
-[[ "$OUT${POSITIONS:-}" != *[[:space:]]* ]] || fail "OUT and POSITIONS must not contain spaces."
+[[ "$OUT${POSITIONS:-}${GPT2_TOKENIZER:-}" != *[[:space:]]* ]] || fail "OUT, POSITIONS and GPT2_TOKENIZER must not contain spaces."
 
 # A run that is killed may leave a child that still writes; it holds this lock too, so no second run joins it. The ten
 # seconds are for one that is about to end.
@@ -61,6 +61,9 @@ fi
 [ -n "${GPT2_TOKENIZER:-}" ] || [ ! -e "$carried/gpt2/vocab.json" ] || GPT2_TOKENIZER=$carried/gpt2
 "$PYTHON" - "${GPT2_TOKENIZER:-}" "${TINY:-}" "${POSITIONS:-}" <<'END' || exit 1
 import sys
+import torch
+if sys.version_info < (3, 11) or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+    sys.exit("error: Python 3.11 or later with PyTorch 2.6 or later is needed; name it with PYTHON=/path/to/python.")
 from nanorook.tokenizer import Tokenizer
 from rook.label import require
 
@@ -71,7 +74,7 @@ try:
     Tokenizer.load(folder) if folder else Tokenizer.gpt2()
 except SystemExit as error:
     sys.exit(f"{error} Set GPT2_TOKENIZER=FOLDER to a folder with vocab.json and merges.txt.")
-if not tiny and not __import__("torch").cuda.is_available():
+if not tiny and not torch.cuda.is_available():
     sys.exit("error: PyTorch sees no GPU; TINY=1 rehearses this script on a CPU with models too small to be of use.")
 END
 
