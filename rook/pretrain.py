@@ -293,15 +293,27 @@ def main():
     weights_dtype = torch.bfloat16 if args.half else torch.float32
     step, seconds = state.get("step", 0), state.get("elapsed", 0.0)
     seen = state.get("texts", step * rows_of_a_step)  # steps before this one may have had other numbers of rows
+    skill_file = args.out / "skill.jsonl"
+
+    def log_skill(whole):
+        skill = {"step": step, "texts": seen, "seconds": round(seconds), **evaluate(whole, questions)}
+        shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
+        tqdm.write(f"step {step}  " + "  ".join(shown))
+        with open(skill_file, "a") as log:
+            log.write(json.dumps(skill) + "\n")
+
     if step > args.steps:
         fail(f"{args.out} holds {step} steps of training, and --steps {args.steps} is below that; raise it.")
     if state:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        # The run may have been killed between two files of a save.
-        save(args.out, with_rows(model, row_of), weights_dtype, state)
+        # The run may have been killed between two files of a save, or in the evaluation that follows it.
+        save(args.out, whole := with_rows(model, row_of), weights_dtype, state)
         tqdm.write(f"resumed {args.out} at step {step}, after {seconds / 60:.0f} minutes of training")
+        logged = skill_file.read_text().splitlines() if skill_file.exists() else []
+        if (step % args.eval_every == 0 or step == args.steps) and step not in [json.loads(x)["step"] for x in logged]:
+            log_skill(whole)
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
     def make_batch(step):
@@ -351,11 +363,7 @@ def main():
         save(args.out, whole, weights_dtype, state)
         if stop:
             sys.exit(f"stopped at step {step}; the same command resumes from there.")
-        skill = {"step": step, "texts": seen, "seconds": round(seconds), **evaluate(whole, questions)}
-        shown = (f"{name} {value:.1%}" for name, value in skill.items() if " legal" in name or "next" in name)
-        tqdm.write(f"step {step}  " + "  ".join(shown))
-        with open(args.out / "skill.jsonl", "a") as log:
-            log.write(json.dumps(skill) + "\n")
+        log_skill(whole)
         last = time.time()  # that was not training time
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import chess
 import pytest
@@ -255,6 +256,16 @@ def test_a_gpu_trains_as_the_cpu_does(run, few, gpt2_folder, monkeypatch):
         models.append(GPT.load(run("gpu", *arguments, "--device", "cuda")))
     for a, b in zip(*(model.state_dict().values() for model in models), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_evaluation_that_was_killed_is_made_up_for(run, few, tmp_path, monkeypatch):
+    arguments = "m", "--data", few, "--steps", 2, "--eval-every", 1
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(pretrain, "evaluate", Mock(side_effect=[{}, ZeroDivisionError]))
+        run(*arguments)
+    for _ in range(2):  # the second time nothing is left to do
+        run(*arguments)
+        assert [json.loads(row)["step"] for row in open(tmp_path / "m" / "skill.jsonl")] == [1, 2]
 
 
 def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
