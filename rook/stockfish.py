@@ -103,8 +103,8 @@ def labelling_engine():
 
 
 def label(fen):
-    """The best moves of a position without labels, as search() gives them; () without Stockfish; answers are then
-    graded by the rules of chess alone. An engine that fails ends the run, since the reward would change without it."""
+    """The best moves of a position without labels, as search() gives them. Without Stockfish there are none, and the
+    rules of chess alone grade the answers. An engine that fails ends the run, since the reward would change."""
     try:
         engine = labelling_engine()
         return engine.search(chess.Board(fen)) if engine else ()

@@ -15,9 +15,7 @@ from rook import positions
 from rook.stockfish import CANDIDATES, MATE
 
 RARE = 1 / 3  # the share of texts about boards of rare_kinds(), which games seldom show
-CAPTURES = (
-    0.35  # the probability that a capture is chosen where there is one; in all, 40 % of the legal ones asked about
-)
+CAPTURES = 0.35  # the chance of a capture where there is one; 40 % of the legal moves asked about are captures
 ILLEGAL = 0.35  # the share of illegal moves among the rest; they are 30 % of all moves
 LEGAL, LEGAL_STEPS = 0.56, 4000  # the first step's share of texts that list legal moves; it falls to 0 over LEGAL_STEPS
 CUT = 0.75  # the first step's share of RookWorld's P: lines that end after their moves; it falls to 0 in LEGAL_STEPS

@@ -344,7 +344,8 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
         assert "tools.report" in command and not options.get("check")  # a report that fails does not fail the run
         said = capsys.readouterr().out
         assert (
-            f"stopped after step {stops.pop(0)}; the same command resumes" in said and "● yellow  Held-out questions were asked only" in said
+            f"stopped after step {stops.pop(0)}; the same command resumes" in said
+            and "● yellow  Held-out questions were asked only" in said
         )
         assert (tmp_path / "out/model/README.md").exists() and not finished(tmp_path / "out")
     toy_run(**run)
