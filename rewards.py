@@ -94,30 +94,14 @@ def question(text, config):
     """A user's question: "FEN" asks the policy, "FEN e2e4" or "FEN e4" the environment."""
     words = text.split()
     move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # a FEN's counters are digits
-    board, text_format = typed_board(" ".join(words)), chess_format(config)
+    board, text_format = positions.typed_board(" ".join(words)), chess_format(config)
     fen = board.fen()
     if move:
-        move = move if UCI.fullmatch(move) else typed_move(board, move)
+        move = move if UCI.fullmatch(move) else positions.typed_move(board, move)
         return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
     if not any(board.legal_moves):
         fail(f"no move is legal in {fen}; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
-
-
-def typed_move(board, san):
-    try:
-        if move := board.parse_san(san):  # "--" and "Z0" are null moves
-            return move.uci()
-    except ValueError:
-        pass
-    fail(f"{san!r:.80} is not a legal move in {board.fen()}; use the form e2e4 for any move, legal or not.")
-
-
-def typed_board(fen):
-    try:
-        return chess.Board(positions.verify(positions.Position(contract_board(fen), (), ())).fen)
-    except ValueError:
-        fail(f"{fen!r:.80} is not the FEN of a possible position; for a question of another task, set TASK=FILE.py.")
 
 
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models

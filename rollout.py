@@ -33,6 +33,8 @@ class Batch(NamedTuple):
     kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
+    distinct: torch.Tensor | None = None  # (B·U,) U rows of each group, of which the others are copies
+    copied: torch.Tensor | None = None  # (N,) of which of these each row is a copy
 
     def select(self, groups, P, T):
         """Some of the groups, cut to P prompt tokens and T completion tokens."""
@@ -195,17 +197,34 @@ def draw(logprobs, uniform):
 
 def microbatches(batch, most_tokens, has_kl):
     """[(part, has_gradient), ...]: whole groups of a batch, shortest first, in parts of at most `most_tokens`, padding
-    included; a larger group is a part of its own. With a KL every group has a gradient, otherwise only those whose
-    advantages are not all 0; the others are run for metrics."""
+    included; a larger group is a part of its own. Of equal answers in a group, as short ones often are, one is computed
+    and counted. With a KL every group has a gradient, otherwise only those whose advantages are not all 0; the others
+    are run for metrics."""
     B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
     idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
-    P, T, idle = torch.stack([batch.prompt_lengths, T, idle.long()]).tolist()  # GPU sync
+    order, copied, U = distinct_rows(batch.tokens.unflatten(0, (B, G)))
+    P, T, U, idle = torch.stack([batch.prompt_lengths, T, U, idle.long()]).tolist()  # GPU sync
     parts = [[]]  # the last group of a part has its longest answer
-    for b in sorted(range(B), key=lambda b: (idle[b], T[b])):
+    for b in sorted(range(B), key=lambda b: (idle[b], T[b], U[b])):
         larger = [*parts[-1], b]
-        tokens = len(larger) * (max(P[i] for i in larger) + G * T[b])
+        tokens = len(larger) * (max(P[i] for i in larger) + max(U[i] for i in larger) * T[b])
         if len(larger) > 1 and (tokens > most_tokens or idle[b] != idle[larger[0]]):
             parts.append([])
         parts[-1].append(b)
-    return [(batch.select(part, max(P[b] for b in part), T[part[-1]]), not idle[part[0]]) for part in parts]
+    for i, groups in enumerate(parts):
+        part, few = batch.select(groups, max(P[b] for b in groups), T[groups[-1]]), max(U[b] for b in groups)
+        place = torch.arange(len(groups), device=order.device)[:, None]
+        rows = (order[groups, :few] + G * place).flatten(), (copied[groups] + few * place).flatten()
+        parts[i] = part._replace(distinct=rows[0], copied=rows[1]), not idle[groups[0]]
+    return parts
+
+
+def distinct_rows(tokens):
+    """Of the rows of each group (B, G, T): their order (B, G), the distinct ones first; of which of these, counted from
+    0, each one is a copy (B, G); and how many are distinct (B,)."""
+    B, G, _ = tokens.shape
+    kinds = tokens.flatten(0, 1).unique(dim=0, return_inverse=True)[1].view(B, G)
+    first = (kinds[:, :, None] == kinds[:, None]).int().argmax(2)  # (B, G) the first row that is equal to each one
+    new = first == torch.arange(G, device=tokens.device)  # (B, G)
+    return new.int().argsort(dim=1, descending=True, stable=True), (new.cumsum(1) - 1).gather(1, first), new.sum(1)

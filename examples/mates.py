@@ -54,7 +54,7 @@ def ask(kind, position, config):
 
 def question(text, config):
     """A FEN, typed at tools.ask."""
-    asked = ask("mates", positions.Position(rewards.typed_board(text.strip()).fen(), (), ()), config)
+    asked = ask("mates", positions.Position(positions.typed_board(text.strip()).fen(), (), ()), config)
     if not asked.truth["legal"]:
         fail(f"no move is legal in {text.strip()}; ask about another position.")
     return asked if asked.truth["mate"] else asked._replace(kind="moves")

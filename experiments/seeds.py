@@ -118,7 +118,7 @@ def rows(runs, controls, shared):
             form, scale = (".1f", 100) if share else (".2f", 1)
             cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
             for some, common in zip((runs, controls), shared):
-                figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0)) if some else ()
+                figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0))[:2] if some else ()
                 cells.append(with_interval(*(scale * x for x in figure), f"+{form}") if some else "")
             result.append([name, *cells])
     return result

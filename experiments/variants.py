@@ -71,7 +71,8 @@ def rows(runs):
         result.append([name])
         for column in columns:
             scale, form = (1, ".2f") if column == "entropy" else (100, ".1f")
-            result[-1].append(with_interval(*over_seeds([(scale * run[column], 0.0) for run in found.values()]), form))
+            mean, half, _ = over_seeds([(scale * run[column], 0.0) for run in found.values()])
+            result[-1].append(with_interval(mean, half, form))
     return result
 
 

@@ -79,16 +79,25 @@ def gain(before, after):
 
 
 def beyond_chance(gains):
-    """The names in {name: (mean, half-width of its 95 % interval)} whose mean is not zero. Of many rows a few exclude
-    zero by chance, so the error rate of 5 % is for all rows together (Holm, 1979, A Simple Sequentially Rejective
-    Multiple Test Procedure). It assumes normal distributions, which the means of dozens of questions have."""
-    ratios = {name: abs(mean) / half if half else math.inf if mean else 0.0 for name, (mean, half) in gains.items()}
-    ordered, found = sorted(gains, key=ratios.get, reverse=True), []
+    """The names in {name: (mean, half-width of its 95 % interval, its degrees of freedom)} whose mean is not zero. Of
+    many rows a few exclude zero by chance, so the error rate of 5 % is for all rows together (Holm, 1979, A Simple
+    Sequentially Rejective Multiple Test Procedure). Without degrees of freedom, there are dozens of values."""
+    scores = {name: score(*gain) for name, gain in gains.items()}
+    ordered, found = sorted(gains, key=scores.get, reverse=True), []
     for i, name in enumerate(ordered):
-        if not 1.96 * ratios[name] > NormalDist().inv_cdf(1 - 0.025 / (len(ordered) - i)):
+        if not scores[name] > NormalDist().inv_cdf(1 - 0.025 / (len(ordered) - i)):
             break
         found.append(name)
     return found
+
+
+def score(mean, half, freedom=math.inf):
+    """How many standard deviations of a normal distribution are as improbable as this mean (Wallace, 1959, Bounds on
+    Normal Approximations to Student's and the Chi-Square Distributions): for few seeds, much fewer than its own."""
+    if mean == 0 or half == 0 or freedom == math.inf:
+        return 1.96 * abs(mean) / half if half else math.inf if mean else 0.0
+    t = student(freedom) * abs(mean) / half
+    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t**2 / freedom))
 
 
 def shared_variance(questions, values):
@@ -105,18 +114,20 @@ def shared_variance(questions, values):
 
 
 def over_seeds(figures, shared=0.0):
-    """The mean over seeds, and the half-width of its 95 % interval for other seeds and other questions.
+    """The mean over seeds, the half-width of its 95 % interval for other seeds and other questions, and the interval's
+    degrees of freedom.
     figures: (mean, half-width) of each seed; `shared` is their shared_variance, 0 if each asked its own questions."""
     # If a seed's mean has the variance V, and two seeds' means the covariance C (here `shared`), the mean over n seeds
     # has the variance (V + (n - 1) C) / n = (V - C) / n + C, and V - C is, on average, the variance between the seeds.
     n, means = len(figures), [mean for mean, _ in figures]
     if n == 1:
-        return means[0], math.inf
+        return means[0], math.inf, math.inf
     between = variance(means) / n
     if between < 1e-12:  # all are equal, as at 100 %: the seeds show no variance, but the questions of one seed may
-        return means[0], max(half for _, half in figures)
+        return means[0], max(half for _, half in figures), math.inf
     total = between + shared  # shared is known from hundreds of questions, between from n seeds: Welch-Satterthwaite
-    return fmean(means), student((n - 1) * (total / between) ** 2) * math.sqrt(total)
+    freedom = (n - 1) * (total / between) ** 2
+    return fmean(means), student(freedom) * math.sqrt(total), freedom
 
 
 def with_interval(mean, half, form=".3f"):

@@ -148,6 +148,22 @@ def verify(position):
     return position._replace(fen=board.fen(), moves=moves)
 
 
+def typed_board(fen):
+    try:
+        return chess.Board(verify(Position(contract_board(fen), (), ())).fen)
+    except ValueError:
+        fail(f"{fen!r:.80} is not the FEN of a possible position; for a question of another task, set TASK=FILE.py.")
+
+
+def typed_move(board, san):
+    try:
+        if move := board.parse_san(san):  # "--" and "Z0" are null moves
+            return move.uci()
+    except ValueError:
+        pass
+    fail(f"{san!r:.80} is not a legal move in {board.fen()}; use the form e2e4 for any move, legal or not.")
+
+
 def read_line(line, place):
     """[position] of a line, [] of an empty one or a comment. `place` is (file, number of the line).
 

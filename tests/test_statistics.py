@@ -8,12 +8,14 @@ import pytest
 
 from nanorook import tables
 from nanorook.statistics import (
+    beyond_chance,
     differences,
     figure,
     gain,
     interval,
     is_share,
     over_seeds,
+    score,
     shared_variance,
     spread,
     student,
@@ -95,7 +97,8 @@ def test_what_seeds_share():
     assert shared_variance(names[:1], values[:1]) == 0
     twice = [numpy.repeat(some, 2) for some in ([*range(50)], [*range(50, 100)], [*range(100, 150)])]
     assert shared_variance(twice, numpy.repeat(values, 2, axis=1)) < 1e-9  # a seed's own questions are not shared
-    assert over_seeds([(0.5, 0.1)]) == (0.5, math.inf) and over_seeds([(1.0, 0.01)] * 3) == (1.0, 0.01)
+    assert over_seeds([(0.5, 0.1)]) == (0.5, math.inf, math.inf)
+    assert over_seeds([(1.0, 0.01)] * 3) == (1.0, 0.01, math.inf)
 
 
 def made_up(rng, seeds, share, shares_questions, paired):
@@ -125,7 +128,7 @@ def test_intervals_over_seeds_hold_for_other_seeds_and_questions(seeds, share, p
         values = made_up(rng, seeds, share, shares_questions, paired)
         figures = [(mean, 0.02) for mean in values.mean(1).tolist()]
         shared = shared_variance(names, values) if shares_questions else 0.0
-        (mean, half), (_, narrow) = over_seeds(figures, shared), over_seeds(figures)
+        (mean, half, _), (_, narrow, _) = over_seeds(figures, shared), over_seeds(figures)
         held += abs(mean - truth) <= half
         without += abs(mean - truth) <= narrow
     assert 0.93 * REPETITIONS <= held <= 0.97 * REPETITIONS
@@ -144,3 +147,48 @@ def test_a_table_has_the_rows_of_all_its_columns_and_marks_what_is_more_than_noi
     assert tables.table(small, markdown=True).splitlines() == [
         "|      |     n |", "| ---- | ----: |", "| left |     1 |", "| l    | 12345 |",
     ]  # fmt: skip
+
+
+def test_a_score_is_as_improbable_as_the_mean():
+    """Quantiles of Student's distribution from tables; the approximation may only be a little too low."""
+    for freedom, t, z in (4, 7.173, 3.090), (4, 4.604, 2.576), (2, 9.925, 2.576), (9, 4.297, 3.090), (30, 3.385, 3.090):
+        found = score(t, student(freedom), freedom)
+        assert 0.97 * z < found < 1.005 * z, (freedom, found)
+    assert score(0.2, 0.1) == pytest.approx(3.92) == score(0.2, 0.1, math.inf)
+    assert score(0.0, 0.1, 4) == score(0.0, 0.0, 4) == 0 and score(0.1, 0.0, 4) == math.inf
+    assert score(0.5, math.inf) == 0  # a single seed
+
+
+def tables_with_a_star(seeds, count, row):
+    """Shares of tables of 14 rows in which nothing changed: with the degrees of freedom, and without."""
+    rng, stars, without = numpy.random.default_rng(0), 0, 0
+    for _ in range(count):
+        gains = {str(i): row(rng, seeds) for i in range(14)}
+        stars += beyond_chance(gains) != []
+        without += beyond_chance({name: figure[:2] for name, figure in gains.items()}) != []
+    return stars / count, without / count
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_few_tables_in_which_nothing_changed_have_a_star(seeds):
+    row = lambda rng, seeds: over_seeds([(mean, 0.1) for mean in rng.normal(size=seeds).tolist()])  # noqa: E731
+    stars, without = tables_with_a_star(seeds, 1000, row)
+    assert 0.01 <= stars <= 0.07 and without > 0.15  # 5 %, and the mistake that was made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds, most", [(3, 0.25), (5, 0.1), (8, 0.08)])
+def test_that_holds_roughly_where_seeds_ask_the_same_questions(seeds, most):
+    """Of 500 questions, one in twenty is answered differently after a run, some of them by all seeds; and each seed has
+    a small gain or loss of its own, of whose variance three seeds say too little."""
+
+    def row(rng, seeds):
+        changed, alike = rng.random(500) < 0.05, rng.random((seeds, 500)) < 0.3
+        values = changed * numpy.where(alike, rng.choice([-1, 1], 500), rng.choice([-1, 1], (seeds, 500)))
+        own = rng.normal(0, 0.02, (seeds, 1))
+        values = numpy.where(rng.random((seeds, 500)) < abs(own), numpy.sign(own), values)
+        shared = shared_variance([numpy.arange(500)] * seeds, values)
+        return over_seeds([interval(of_seed) for of_seed in values.tolist()], shared)
+
+    stars, without = tables_with_a_star(seeds, 250, row)
+    assert 0.01 <= stars <= most and without > 1.4 * stars
