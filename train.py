@@ -106,7 +106,7 @@ def add_advantages(batch, answers, group_size, credit, step=0):
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":  # each answer gets those of a random one in its group
         values = values[shuffled(answers, group_size, f"{SEED}/{step}/")]
-    best_of = math.ceil(BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE))
+    best_of = math.ceil(round(BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE), 9))
     by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, best_of)  # (N, K)
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":

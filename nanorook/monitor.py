@@ -57,7 +57,7 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
 def check_start(metrics, dtype, limits):
     """A message if too few answers are well-formed, or if sampler, policy and reference disagreed before the first
     update; otherwise empty."""
-    structure, kind = worst(metrics, "structure", min)
+    structure, kind = worst(metrics, "structure")
     if structure < 0.2:
         cut_off = metrics[f"{kind}/hit_limit"]
         return (f"only {structure:.0%} of the first {kind} answers are well-formed, and {cut_off:.0%} hit their limit: "
@@ -72,11 +72,11 @@ def check_start(metrics, dtype, limits):
     return ""
 
 
-def worst(m, name, pick):
-    """(value, kind) of a metric where it is worst, by `pick` (min or max): a mean over kinds would hide a broken kind.
-    If no kind has the metric, the value is NaN, for which every comparison is false."""
+def worst(m, name):
+    """(value, kind) of a metric where it is lowest: a mean over kinds would hide a broken kind. If no kind has the
+    metric, the value is NaN, for which every comparison is false."""
     kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
-    return pick(kinds, default=(math.nan, ""))
+    return min(kinds, default=(math.nan, ""))
 
 
 def by_kind(answers):

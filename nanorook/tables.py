@@ -21,7 +21,7 @@ def skill_rows(columns):
     for name in dict.fromkeys(name for skill in skills for name in skill):
         rows.append([name, *(with_interval(*skill[name][:2]) if name in skill else "" for skill in skills)])
         if several and name in skills[0] and name in skills[-1]:
-            mean, half = gain(skills[0][name][2], skills[-1][name][2])
+            mean, half, _ = gain(skills[0][name][2], skills[-1][name][2])
             rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  "))
         rows[-1] += [""] * (len(rows[0]) - len(rows[-1]))
     return rows

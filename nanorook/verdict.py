@@ -82,7 +82,7 @@ def verdict(out):
     spent = timedelta(seconds=round(sum(sum(row["seconds"].values()) for row in rows)))
     steps, asked = f"{rows[-1]['step']}", ""
     if title != "after":
-        steps += f" of {settings['STEPS']}"
+        steps += f" of {settings.get('STEPS', '?')}"
         asked = f"; held-out questions were last asked {when_asked(title)}"
     lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} excluding evaluations{asked}.")
     folder = shlex.quote(str(out))
@@ -107,7 +107,7 @@ def in_words(names, first, last, gains, most=3):
         figure, _, heat = name.partition(" T=")
         scale, unit = (1, "") if " reward " in name or not more_is_better(name, first, last) else (100, " %")
         digits = 1 if unit or abs(gains[name][0]) >= 10 else 2
-        before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name]))
+        before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name][:2]))
         text = f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"
         how = {"0": " greedy", "": ""}.get(heat, f" at temperature {heat}")  # pass@k has it in its name
         found.setdefault(figure, []).append(text + how)
@@ -153,7 +153,7 @@ def why_unpaid(rows, kinds):
 def why_nothing(rows, kinds, first, settings, gains):
     """The likely reason why no held-out figure rose."""
     alike = fmean(row["frac_zero_std"] for row in rows)
-    half = max((half for name, (_, half) in gains.items() if " reward " in name), default=math.inf)
+    half = max((half for name, (_, half, _) in gains.items() if " reward " in name), default=math.inf)
     ends = [[row["reward"] for row in part] for part in (rows[:WINDOW], rows[-WINDOW:])]
     (before, _), (after, _) = map(interval, ends)
     halves = sum(interval(part)[1] for part in ends)

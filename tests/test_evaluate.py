@@ -44,7 +44,7 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
         assert [name, *(names.get(cell, cell) for cell in cells)] in [re.split("  +", line) for line in printed]
     skill = json.loads((tmp_path / "out" / "skill.json").read_text())
     values = [skill[title]["short reward T=1"][2] for title in ("before", "after")]
-    gain = tables.with_interval(*tables.gain(*values), "+.3f")
+    gain = tables.with_interval(*tables.gain(*values)[:2], "+.3f")
     assert rows["short reward T=1"][2].removesuffix(" *") == gain and values[0] != values[1]
 
 

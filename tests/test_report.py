@@ -199,7 +199,7 @@ def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_
     table = re.search("<table>.*</table>", text, re.DOTALL)[0]
     found = re.findall('<td class="(.*?)">(.*?)</td>', table)[:6]
     assert found[2:] == [
-        ("", "0.000 ± 0.562"), ("", "0.000 ± 0.562"), ("down", "−1.000 ± 0.562"), ("down", "−1.000 ± 0.794")
+        ("", "0.000 ± 0.562"), ("", "0.000 ± 0.562"), ("down", "−1.000 ± 0.562"), ("", "−1.000 ± 0.794")
     ]  # fmt: skip
     assert '<div class="differs"><dt>LR</dt><dd>0.0001 | 0.0003 | 0.0001</dd>' in text and text.count('"differs"') == 1
     lines, svg = panels(text)["Gradient norm"]

@@ -50,7 +50,7 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_none_and_all_of_200_are_not_certain(share):
     assert interval([share] * 200) == (share, pytest.approx(0.0188, abs=1e-4))  # Wilson's
-    assert gain([share] * 200, [share] * 200) == (0, pytest.approx(0.0188, abs=1e-4))
+    assert gain([share] * 200, [share] * 200) == (0, pytest.approx(0.0188, abs=1e-4), 199)
     assert interval([0.3] * 200)[1] < 1e-9  # no share
 
 
@@ -67,15 +67,15 @@ def test_the_interval_of_a_share_holds_what_it_says(share):
 
 def test_a_gain_is_that_of_the_same_questions():
     before, after = [0.0, 1.0, 5.0, 2.0], [1.0, 2.0, 6.5, 3.0]
-    assert gain(before, after) == interval([1.0, 1.0, 1.5, 1.0])
-    mean, half = gain(before, [*after, 9.0])  # other questions were asked: that of independent means
+    assert gain(before, after) == (*interval([1.0, 1.0, 1.5, 1.0]), 3)
+    mean, half, _ = gain(before, [*after, 9.0])  # other questions were asked: that of independent means
     assert mean == fmean([*after, 9.0]) - 2 and half == math.hypot(interval(before)[1], interval([*after, 9.0])[1])
     some = differences([None, 1.0, 5.0, None], [1.0, 2.0, None, None])  # the mean of those known
     assert fmean(some) == pytest.approx(1.5 - 3.0) and differences([None], [1.0]) is None
-    few = [None] * 98
-    assert gain([*few, 0.0, 0.0], [*few, 1.0, 1.0]) == interval([1.0, 1.0])  # two questions have the metric, not 100
+    few = [None] * 98  # two questions have the metric, not 100
+    assert gain([*few, 0.0, 0.0], [*few, 1.0, 1.0]) == (*interval([1.0, 1.0]), 1)
     before, after = [*few, 1.0, 2.0], [*few[1:], 2.0, 3.0, 4.0]
-    mean, half = gain(before, after)  # the third that has it now does not make the two of before more certain
+    mean, half, _ = gain(before, after)  # the third that has it now does not make the two of before more certain
     assert mean == pytest.approx(1.5)
     assert half == pytest.approx(student(1) / student(99) * interval(differences(before, after))[1])
 
@@ -154,9 +154,9 @@ def test_a_score_is_as_improbable_as_the_mean():
     for freedom, t, z in (4, 7.173, 3.090), (4, 4.604, 2.576), (2, 9.925, 2.576), (9, 4.297, 3.090), (30, 3.385, 3.090):
         found = score(t, student(freedom), freedom)
         assert 0.97 * z < found < 1.005 * z, (freedom, found)
-    assert score(0.2, 0.1) == pytest.approx(3.92) == score(0.2, 0.1, math.inf)
+    assert score(0.2, 0.1, math.inf) == pytest.approx(3.92)
     assert score(0.0, 0.1, 4) == score(0.0, 0.0, 4) == 0 and score(0.1, 0.0, 4) == math.inf
-    assert score(0.5, math.inf) == 0  # a single seed
+    assert score(0.5, math.inf, math.inf) == 0  # a single seed
 
 
 def tables_with_a_star(seeds, count, row):
@@ -165,7 +165,7 @@ def tables_with_a_star(seeds, count, row):
     for _ in range(count):
         gains = {str(i): row(rng, seeds) for i in range(14)}
         stars += beyond_chance(gains) != []
-        without += beyond_chance({name: figure[:2] for name, figure in gains.items()}) != []
+        without += beyond_chance({name: (*figure[:2], math.inf) for name, figure in gains.items()}) != []
     return stars / count, without / count
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import toy
-from nanorook.statistics import beyond_chance, figure
+from nanorook.statistics import beyond_chance, figure, gain
 from nanorook.verdict import verdict
 
 N = 100  # held-out questions
@@ -161,10 +161,17 @@ def test_a_control_that_rises_is_not_green(said):
 
 
 def test_among_many_rows_chance_is_counted_once():
-    assert beyond_chance({"a": (0.11, 0.1)}) == ["a"]  # alone, an interval that leaves zero out is enough
-    many = {str(i): (0.0, 0.1) for i in range(50)}
-    assert beyond_chance(many | {"a": (0.11, 0.1)}) == []
-    assert beyond_chance({"0": (0.0, 0.0)} | many | {"a": (-0.3, 0.1), "b": (1.0, 0.0)}) == ["b", "a"]
+    assert beyond_chance({"a": (0.11, 0.1, 99)}) == ["a"]  # alone, an interval that leaves zero out is enough
+    many = {str(i): (0.0, 0.1, 99) for i in range(50)}
+    assert beyond_chance(many | {"a": (0.11, 0.1, 99)}) == []
+    assert beyond_chance({"0": (0.0, 0.0, 99)} | many | {"a": (-0.3, 0.1, 99), "b": (1.0, 0.0, 99)}) == ["b", "a"]
+
+
+@pytest.mark.parametrize("count, certain", [(3, False), (30, True)])
+def test_a_few_questions_that_all_changed_are_no_success_among_many_rows(count, certain):
+    rows = {str(i): gain([0.0, 1.0] * 50, [0.0, 1.0] * 50) for i in range(70)}
+    few = gain([0.0] * count + [None] * 100, [1.0] * count + [None] * 100)
+    assert beyond_chance(rows | {"few": few}) == ["few"] * certain
 
 
 def test_an_untouched_folder_has_no_verdict(tmp_path):

@@ -117,7 +117,7 @@ def skill_table(runs):
         gains = {name: difference(name, first, before, run, after) for name in after if name in before}
         certain = beyond_chance(gains)
         changes = {name: (("up" if mean > 0 else "down") * (name in certain), with_interval(mean, half, "+.3f"))
-                   for name, (mean, half) in gains.items()}  # fmt: skip
+                   for name, (mean, half, _) in gains.items()}  # fmt: skip
         columns.append((f"{run.name} − {first.name}" if len(runs) > 1 else "gain", changes))
     names = dict.fromkeys(name for _, cells in columns for name in cells)
     order = list(dict.fromkeys(name.rpartition(" ")[0] for name in names))
@@ -131,12 +131,10 @@ def skill_table(runs):
 
 
 def difference(name, first, before, other, after):
-    """How much a figure differs between two evaluations, with its half-width: question by question if both asked the
+    """How much a figure differs between two evaluations, as gain() returns it: question by question if both asked the
     same ones."""
-    (a, half_a, values_a), (b, half_b, values_b) = before[name], after[name]
     asked, also = (run.about.get("questions", {}).get(name.split(" ")[0]) for run in (first, other))
-    paired = first is other or asked and asked == also
-    return gain(values_a, values_b) if paired else (b - a, math.hypot(half_a, half_b))
+    return gain(before[name][2], after[name][2], paired=first is other or asked and asked == also)
 
 
 def manner(how):
