@@ -33,8 +33,6 @@ class Batch(NamedTuple):
     kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
-    distinct: torch.Tensor | None = None  # (B·U,) U rows of each group, of which all are copies
-    copied: torch.Tensor | None = None  # (N,) of which of these each row is a copy
 
     def select(self, groups, P, T):
         """Some of the groups, cut to P prompt tokens and T completion tokens."""
@@ -197,33 +195,17 @@ def draw(logprobs, uniform):
 
 def microbatches(batch, most_tokens, has_kl):
     """[(part, has_gradient), ...]: whole groups of a batch, shortest first, in parts of at most `most_tokens`, padding
-    included; a larger group is a part of its own. Of equal answers in a group, as short ones often are, only one is
-    computed, and only its tokens count here; in the loss, each counts. With a KL every group has a gradient, otherwise
-    only those whose advantages are not all 0; the others are run for metrics."""
+    included; a larger group is a part of its own. With a KL every group has a gradient, otherwise only those whose
+    advantages are not all 0; the others are run for metrics."""
     B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
     idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
     P, T, idle = torch.stack([batch.prompt_lengths, T, idle.long()]).tolist()  # GPU sync
-    distinct, copied = zip(*map(distinct_rows, batch.tokens.unflatten(0, (B, G)).tolist()))  # GPU sync
-    U = [max(2, len(rows)) for rows in distinct]  # 2: compiled code treats a single row as a case of its own
     parts = [[]]  # the last group of a part has its longest answer
-    for b in sorted(range(B), key=lambda b: (idle[b], T[b], U[b])):
+    for b in sorted(range(B), key=lambda b: (idle[b], T[b])):
         larger = [*parts[-1], b]
-        tokens = len(larger) * (max(P[i] for i in larger) + max(U[i] for i in larger) * T[b])
+        tokens = len(larger) * (max(P[i] for i in larger) + G * T[b])
         if len(larger) > 1 and (tokens > most_tokens or idle[b] != idle[larger[0]]):
             parts.append([])
         parts[-1].append(b)
-    for i, groups in enumerate(parts):
-        part, most = batch.select(groups, max(P[b] for b in groups), T[groups[-1]]), max(U[b] for b in groups)
-        rows = [G * place + row for place, b in enumerate(groups) for row in (distinct[b] + G * [0])[:most]]
-        copies = [most * place + row for place, b in enumerate(groups) for row in copied[b]]
-        rows, copies = (torch.tensor(x, device=batch.tokens.device) for x in (rows, copies))
-        parts[i] = part._replace(distinct=rows, copied=copies), not idle[groups[0]]
-    return parts
-
-
-def distinct_rows(rows):
-    """Of a group's rows: the places of those that differ, and of which of these, counted from 0, each is a copy."""
-    seen = {}
-    copied = [seen.setdefault(tuple(row), len(seen)) for row in rows]
-    return [copied.index(i) for i in range(len(seen))], copied
+    return [(batch.select(part, max(P[b] for b in part), T[part[-1]]), not idle[part[0]]) for part in parts]

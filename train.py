@@ -118,10 +118,8 @@ def add_advantages(batch, answers, group_size, credit, step=0):
 
 def forward(model, batch, temperature):
     """Logprobs and entropies (N, T) of a batch's completions, under the distribution that they were sampled from."""
-    tokens = batch.tokens if batch.distinct is None else batch.tokens[batch.distinct]  # (N or B·U, T)
-    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, tokens)  # (…, T, C)
-    found = grpo.logprobs_and_entropy(states, tokens, temperature, model.head, model.config.vocab_size)
-    return found if batch.distinct is None else tuple(x[batch.copied] for x in found)
+    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, C)
+    return grpo.logprobs_and_entropy(states, batch.tokens, temperature, model.head, model.config.vocab_size)
 
 
 @functools.cache
