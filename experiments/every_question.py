@@ -58,7 +58,7 @@ def rows(start, runs):
         values = [differences(start[name], run[name]) for run in runs]
         shared = shared_variance([range(len(start[name]))] * len(runs), values)  # all were asked the same questions
         each = [gain(start[name], run[name]) for run in runs]
-        gains[name] = over_seeds([figure[:2] for figure in each], shared) if len(runs) > 1 else each[0]
+        gains[name] = over_seeds(each, shared) if len(runs) > 1 else each[0]
     changed, result = beyond_chance(gains), [["", "before", "after", "gain"]]
     for name in ROWS:
         before, after = (100 * fmean(fmean(known(run[name])) for run in some) for some in ([start], runs))

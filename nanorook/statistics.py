@@ -119,16 +119,16 @@ def shared_variance(questions, values):
 
 def over_seeds(figures, shared=0.0):
     """The mean over seeds, the half-width of its 95 % interval for other seeds and other questions, and the interval's
-    degrees of freedom.
-    figures: (mean, half-width) of each seed; `shared` is their shared_variance, 0 if each asked its own questions."""
+    degrees of freedom. figures: (mean, half-width, ...) of each seed; `shared` is their shared_variance, 0 if each
+    asked its own questions."""
     # If a seed's mean has the variance V, and two seeds' means the covariance C (here `shared`), the mean over n seeds
     # has the variance (V + (n - 1) C) / n = (V - C) / n + C, and V - C is, on average, the variance between the seeds.
-    n, means = len(figures), [mean for mean, _ in figures]
+    n, means = len(figures), [mean for mean, *_ in figures]
     if n == 1:
         return means[0], math.inf, math.inf
     between = variance(means) / n
     if between < 1e-12:  # all are equal, as at 100 %: the seeds show no variance, but the questions of one seed may
-        return means[0], max(half for _, half in figures), math.inf
+        return means[0], max(half for _, half, *_ in figures), math.inf
     total = between + shared  # shared is known from hundreds of questions, between from n seeds: Welch-Satterthwaite
     freedom = (n - 1) * (total / between) ** 2
     return fmean(means), student(freedom) * math.sqrt(total), freedom
