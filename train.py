@@ -78,7 +78,7 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
-EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each held-out question before and after the run, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
 REPORT_TO               = setting("REPORT_TO", "none", "also send figures and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this each time the run goes back", low=0, high=1)
@@ -93,7 +93,7 @@ NPROC                   = setting("NPROC", 1, "number of processes on this machi
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
-EVAL_ROWS = 128  # completions that an evaluation samples at once
+EVAL_ROWS = 128, 1024  # completions that an evaluation samples at once, on a CPU and on a GPU
 
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -208,7 +208,8 @@ def answer(model, questions, temperature, group_size=1):
     """Graded answers, `group_size` to each question, in the order of the questions; SEED determines the samples."""
     mine = slice(parallel.rank(), None, parallel.world())
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
-    parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, EVAL_ROWS)
+    rows = EVAL_ROWS[model.wte.weight.is_cuda]
+    parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, rows)
     parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: without a terminal
     found = {}  # the answers to each question, which may have been asked twice
     for a in parallel.gather([a for _, part in parts for a in graded(task, part)]):
@@ -232,7 +233,7 @@ def evaluate_and_record(run, model, questions, title):
     """Adds a column to the run's table of held-out skill, and records some answers; returns the seconds it took."""
     started = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
-    run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES if title in ("before", "after") else 0)
+    run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES)
     rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))  # the sum over kinds
     if parallel.rank() == 0:

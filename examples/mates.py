@@ -30,6 +30,8 @@ WEIGHTS = {  # what each rung pays
 for name in SETTINGS.keys() & vars(rewards):
     del SETTINGS[name]  # a setting of the whole chess task, which would have no effect here
 MATES_SHARE = setting("MATES_SHARE", 0.75, "share of questions about positions with a mate in one", low=0, high=1)
+MOVES_KL = setting("MOVES_KL", 1.0, "weight of the KL on ordinary positions, as a multiple of KL_COEF", low=0)
+KL_WEIGHTS = {"moves": MOVES_KL}
 
 
 def load(source, config):

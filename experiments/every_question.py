@@ -1,6 +1,6 @@
 """What runs of chess gain on all held-out questions: every position asked in every kind, and every mate in one.
 
-    python -m experiments.seeds OUT --seeds 5 EVAL_EVERY=0    makes the runs
+    python -m experiments.seeds OUT --seeds 5 EVAL_EVERY=0    makes the runs, also with --task examples/mates.py
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
 
 The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance,
@@ -21,10 +21,11 @@ from model import GPT
 from nanorook import hardware, tables
 from nanorook.run import finished
 from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
-from nanorook.task import load_items, make_questions, start_model
+from nanorook.task import load, load_items, make_questions, start_model
 
-ASKED = {"TASK": "rewards.py", "MODEL": "", "DATA": "builtin"}  # settings of all runs, and of this program
-KINDS = {  # settings of the task with which all questions are of these kinds
+TASKS = "rewards.py", "examples/mates.py"
+ASKED = {"MODEL": "", "DATA": "builtin"}  # settings of all runs, and of this program
+KINDS = {  # settings of rewards.py with which all questions are of these kinds; examples/mates.py has the first alone
     "moves and mates": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 1},
     "policy": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 0},
     "environment": {"MIX_ENV_RATIO": 1, "MIX_FIRST_RATIO": 0},
@@ -40,27 +41,27 @@ def ask(source):
     model, found = GPT.load(source).to(device).set_compute_dtype(dtype), {}
     _, held_out = load_items(train.task, train.DATA, model.config)
     mates = sum(kind == "mates" for kind, _ in held_out)
-    for kinds, mix in KINDS.items():
+    for kinds, mix in KINDS.items() if hasattr(train.task, "MIX_ENV_RATIO") else [("moves and mates", {})]:
         vars(train.task).update(mix)
         count = len(held_out) - mates * (kinds != "moves and mates")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
         found |= {name: values for name, (_, _, values) in train.evaluate(model, questions)[0].items()}
     for heat in (0, 1):
-        state, illegal = (found[f"environment next_state{what} T={heat}"] for what in ("", "_illegal"))
+        state, illegal = (found.get(f"environment next_state{what} T={heat}", []) for what in ("", "_illegal"))
         found[f"environment next_state_legal T={heat}"] = [x if i is None else None for x, i in zip(state, illegal)]
-    return {name: found[name] for name in ROWS}
+    return {name: found[name] for name in ROWS if found.get(name)}
 
 
 def rows(start, runs):
     """The rows of the table, its heading first, of the answers of the start model and of the runs."""
     gains = {}
-    for name in ROWS:
+    for name in start:
         values = [differences(start[name], run[name]) for run in runs]
         shared = shared_variance([range(len(start[name]))] * len(runs), values)  # all were asked the same questions
         each = [gain(start[name], run[name]) for run in runs]
         gains[name] = over_seeds(each, shared) if len(runs) > 1 else each[0]
     changed, result = beyond_chance(gains), [["", "before", "after", "gain"]]
-    for name in ROWS:
+    for name in start:
         before, after = (100 * fmean(fmean(known(run[name])) for run in some) for some in ([start], runs))
         star = " *" if name in changed else ""
         gained = with_interval(*(100 * x for x in gains[name][:2]), "+.1f") + star
@@ -75,9 +76,12 @@ def main():
     made = [folder for folder in sorted(out.glob("seed-*")) if finished(folder)]
     if not made:
         p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
+    task = read(made[0] / "settings.json")["TASK"]
     for folder in made:
-        if not ASKED.items() <= read(folder / "settings.json").items():
-            p.error(f"{folder} was trained with another TASK, MODEL or DATA, but this table is about the default.")
+        if task not in TASKS or not (ASKED | {"TASK": task}).items() <= read(folder / "settings.json").items():
+            p.error(f"{folder} was trained with another TASK, MODEL or DATA; this table is about chess or mates, with "
+                    "the embedded model and data.")  # fmt: skip
+    train.task = load(task)
     file = out / "asked.json"
     found = read(file) if file.exists() else {}
     models = {"start": start_model(train.task)}

@@ -25,7 +25,7 @@ from nanorook.settings import number
 from nanorook.task import load_items, make_questions
 from rook.pretrain import hidden
 
-HELD_OUT = 400  # questions, of which 300 are about mates
+ASKED = 400  # held-out questions, of which 300 are about mates, and as many of those that are trained on
 ANSWERS = 4  # sampled answers to each, for pass@1
 SHOWN = "mates mate T=0", "mates mate pass@1", "moves legal T=0", "moves legal pass@1"
 
@@ -55,18 +55,21 @@ def main():
     model = GPT.load(a.model).to(device).set_compute_dtype(dtype)
     space = "" if rewards.chess_format(model.config) in rewards.WIDTH else " "
     items, held_out = load_items(mates, "builtin", model.config)
-    questions = make_questions(mates, held_out, HELD_OUT, random.Random(0), model.config)
+    asked = {"held out": held_out, "trained on": items}
+    asked = {name: make_questions(mates, some, ASKED, random.Random(0), model.config) for name, some in asked.items()}
     (optimizer,) = train.make_optimizers(model)
-    print("step  " + "  ".join(SHOWN))
+    print("step  questions   " + "  ".join(SHOWN))
     for step in tqdm(range(a.steps + 1), leave=False, disable=None):
         if step % a.eval_every == 0 or step == a.steps:
-            skill, _ = train.evaluate(model, questions, ANSWERS)
-            print(f"{step:4}  " + "  ".join(f"{skill[name][0]:{len(name)}.1%}" for name in SHOWN), flush=True)
+            for which, questions in asked.items():
+                skill, _ = train.evaluate(model, questions, ANSWERS)
+                figures = "  ".join(f"{skill[name][0]:{len(name)}.1%}" for name in SHOWN)
+                print(f"{step:4}  {which:10}  {figures}", flush=True)
         if step == a.steps:
             break
         rng = random.Random(f"imitate/{step}")
-        asked = make_questions(mates, items, a.rows, rng, model.config)
-        tokens, targets = (x.to(device) for x in texts(asked, model.tokenizer, space, rng))
+        shown = make_questions(mates, items, a.rows, rng, model.config)
+        tokens, targets = (x.to(device) for x in texts(shown, model.tokenizer, space, rng))
         states = hidden(model, tokens)[targets >= 0]  # (K, C)
         F.cross_entropy(model.head(states).float(), targets[targets >= 0]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.MAX_GRAD_NORM)

@@ -211,6 +211,10 @@ def test_every_held_out_position_is_asked_in_every_kind(monkeypatch):
     assert all(count == (3 if name.startswith("mates") else 6) for name, count in counts.items())
     for legal, illegal in zip(*(figures[f"environment next_state_{move} T=0"] for move in ("legal", "illegal"))):
         assert (legal is None) != (illegal is None)
+    monkeypatch.setattr(train, "task", mates)
+    figures = every_question.ask(mates.start_model())
+    assert [*figures] == [name for name in every_question.ROWS if name.split()[0] in ("mates", "moves")]
+    assert len(figures["mates mate T=0"]) == 3 and len(figures["moves legal T=0"]) == 6
 
 
 def test_right_answers_are_imitated_and_only_the_answers(monkeypatch, capsys, gpt2_folder):
@@ -218,10 +222,11 @@ def test_right_answers_are_imitated_and_only_the_answers(monkeypatch, capsys, gp
     for name, value in {"task": train.task, "LR": train.LR}.items():  # which the program changes
         monkeypatch.setattr(train, name, value)
     monkeypatch.setattr(imitate, "load_items", lambda *_: (sum(few, []),) * 2)
-    monkeypatch.setattr(imitate, "HELD_OUT", 4)  # three about mates
+    monkeypatch.setattr(imitate, "ASKED", 4)  # three about mates
     monkeypatch.setattr("sys.argv", "imitate weights/tiny --steps 15 --rows 4 --eval-every 100".split())
     imitate.main()
-    before, after = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:])
+    before, before_of_trained, after, _ = (line.split()[3:] for line in capsys.readouterr().out.splitlines()[1:])
+    assert before == before_of_trained  # here these are the same questions
     assert before[0] != "100.0%" and after[0] == "100.0%"
     question, tokenizer = mates.ask("mates", few[0][0][1], types.SimpleNamespace(extra={})), Tokenizer.load(gpt2_folder)
     tokens, targets = imitate.texts([question], tokenizer, " ", random.Random(0))
@@ -246,7 +251,7 @@ def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, mon
     monkeypatch.setattr(every_question, "finished", lambda folder: folder.name != "seed-2")
     for name, model in (("seed-0", ""), ("seed-1", "mine"), ("seed-2", "")):
         (tmp_path / name).mkdir()
-        seeds.record(tmp_path / name / "settings.json", every_question.ASKED | {"MODEL": model, "SEED": 0})
+        seeds.record(tmp_path / name / "settings.json", every_question.ASKED | {"TASK": "rewards.py", "MODEL": model})
     with pytest.raises(SystemExit):
         every_question.main()
     assert "seed-1 was trained with another TASK, MODEL or DATA" in capsys.readouterr().err
