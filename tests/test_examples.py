@@ -1,3 +1,4 @@
+import importlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 import toy
 from examples import letters, mates, start, sums
 from model import GPT
-from nanorook import task
+from nanorook import settings, task
 from nanorook.task import Question, wrong_grade
 from rollout import sample
 from rook import positions
@@ -106,6 +107,13 @@ def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides, m
     monkeypatch.setattr(mates, "MATES_SHARE", 0.5)
     kinds = [question.kind for question in mates.make_questions(sides[1], 16, random.Random(0), config)]
     assert kinds == ["mates"] * 8 + ["moves"] * 8
+
+
+def test_the_kl_on_ordinary_positions_is_a_setting(monkeypatch):
+    monkeypatch.setattr(settings, "SETTINGS", {})
+    for given, weight in (({"MOVES_KL": "3"}, 3.0), ({}, 1.0)):
+        monkeypatch.setitem(settings.GIVEN, "arguments", given)
+        assert importlib.reload(mates).KL_WEIGHTS == {"moves": weight}
 
 
 def test_each_rung_pays_more_than_the_one_before():
