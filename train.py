@@ -93,7 +93,7 @@ NPROC                   = setting("NPROC", 1, "number of processes on this machi
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
-EVAL_ROWS = 128, 1024  # completions that an evaluation samples at once, on a CPU and on a GPU
+EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, those of a step if they are more
 
 
 # ---- One step ----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def answer(model, questions, temperature, group_size=1):
     """Graded answers, `group_size` to each question, in the order of the questions; SEED determines the samples."""
     mine = slice(parallel.rank(), None, parallel.world())
     noise = uniform_numbers(len(questions), group_size, SEED)[mine]
-    rows = EVAL_ROWS[model.wte.weight.is_cuda]
+    rows = max(EVAL_ROWS, BATCH_POSITIONS * GROUP_SIZE * model.wte.weight.is_cuda)
     parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, rows)
     parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: without a terminal
     found = {}  # the answers to each question, which may have been asked twice

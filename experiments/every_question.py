@@ -1,4 +1,4 @@
-"""What runs of chess gain on all held-out questions: every position asked in every kind, and every mate in one.
+"""What runs of chess gain on all held-out questions: every position asked in every kind of the task, and every mate.
 
     python -m experiments.seeds OUT --seeds 5 EVAL_EVERY=0    makes the runs, also with --task examples/mates.py
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
@@ -23,33 +23,41 @@ from nanorook.run import finished
 from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
 from nanorook.task import load, load_items, make_questions, start_model
 
-TASKS = "rewards.py", "examples/mates.py"
 ASKED = {"MODEL": "", "DATA": "builtin"}  # settings of all runs, and of this program
-KINDS = {  # settings of rewards.py with which all questions are of these kinds; examples/mates.py has the first alone
-    "moves and mates": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 1},
-    "policy": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 0},
-    "environment": {"MIX_ENV_RATIO": 1, "MIX_FIRST_RATIO": 0},
+KINDS = {  # task: {the kinds of all questions: the settings with which they are}
+    "rewards.py": {
+        "moves and mates": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 1},
+        "policy": {"MIX_ENV_RATIO": 0, "MIX_FIRST_RATIO": 0},
+        "environment": {"MIX_ENV_RATIO": 1, "MIX_FIRST_RATIO": 0},
+    },
+    "examples/mates.py": {"moves and mates": {}},
 }
-FIGURES = "mates mate", "mates legal", "moves legal", "moves legal_in_check", "policy reward"
-FIGURES += "environment next_state_legal", "environment next_state_illegal"
-ROWS = [f"{figure} T={heat}" for figure in FIGURES for heat in (0, 1)]
+FIGURES = {
+    "moves and mates": ("mates mate", "mates legal", "moves legal", "moves legal_in_check"),
+    "policy": ("policy reward",),
+    "environment": ("environment next_state_legal", "environment next_state_illegal"),
+}
+ROWS = {
+    task: [f"{figure} T={heat}" for kinds in asked for figure in FIGURES[kinds] for heat in (0, 1)]
+    for task, asked in KINDS.items()
+}
 
 
-def ask(source):
+def ask(source, task):
     """{row: the values of its questions} of a model. Changes the task's settings."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     model, found = GPT.load(source).to(device).set_compute_dtype(dtype), {}
     _, held_out = load_items(train.task, train.DATA, model.config)
     mates = sum(kind == "mates" for kind, _ in held_out)
-    for kinds, mix in KINDS.items() if hasattr(train.task, "MIX_ENV_RATIO") else [("moves and mates", {})]:
+    for kinds, mix in KINDS[task].items():
         vars(train.task).update(mix)
         count = len(held_out) - mates * (kinds != "moves and mates")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
         found |= {name: values for name, (_, _, values) in train.evaluate(model, questions)[0].items()}
-    for heat in (0, 1):
-        state, illegal = (found.get(f"environment next_state{what} T={heat}", []) for what in ("", "_illegal"))
+    for heat in (0, 1) if "environment" in KINDS[task] else ():
+        state, illegal = (found[f"environment next_state{what} T={heat}"] for what in ("", "_illegal"))
         found[f"environment next_state_legal T={heat}"] = [x if i is None else None for x, i in zip(state, illegal)]
-    return {name: found[name] for name in ROWS if found.get(name)}
+    return {name: found[name] for name in ROWS[task]}
 
 
 def rows(start, runs):
@@ -78,7 +86,7 @@ def main():
         p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
     task = read(made[0] / "settings.json")["TASK"]
     for folder in made:
-        if task not in TASKS or not (ASKED | {"TASK": task}).items() <= read(folder / "settings.json").items():
+        if task not in KINDS or not (ASKED | {"TASK": task}).items() <= read(folder / "settings.json").items():
             p.error(f"{folder} was trained with another TASK, MODEL or DATA; this table is about chess or mates, with "
                     "the embedded model and data.")  # fmt: skip
     train.task = load(task)
@@ -89,7 +97,7 @@ def main():
     for name, source in models.items():
         if name not in found:
             print(f"asking {source}", flush=True)
-            found[name] = ask(source)
+            found[name] = ask(source, task)
             record(file, found)
     table = rows(found["start"], [found[name] for name in models if name != "start"])
     record(out / "every_question.json", {"rows": table})

@@ -111,15 +111,15 @@ def means(runs, name):
 
 def rows(runs, controls, shared):
     """The rows of the table, its heading first. `shared` has what shared() returns, for runs and for controls."""
-    result = [["", "before", "after", "gain", "gain of the shuffled control"]]
+    result = [["", "before", "after", "gain"] + ["gain of the shuffled control"] * bool(controls)]
     for name in list(runs[0]["skill"].values())[-1]:
         if all(name in run["gain"] for run in runs + controls):  # asked before and after
             found, share = means(runs + controls, name)
             form, scale = (".1f", 100) if share else (".2f", 1)
             cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
-            for some, common in zip((runs, controls), shared):
-                figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0))[:2] if some else ()
-                cells.append(with_interval(*(scale * x for x in figure), f"+{form}") if some else "")
+            for some, common in zip((runs, controls) if controls else (runs,), shared):
+                figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0))[:2]
+                cells.append(with_interval(*(scale * x for x in figure), f"+{form}"))
             result.append([name, *cells])
     return result
 

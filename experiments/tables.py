@@ -44,8 +44,6 @@ def table(request):
         head, *rows = rows_of(file)
         by_name = {row[0]: row for row in rows}
         result += rows if names == "*" else [by_name[name] for name in names.split("; ")]
-    if not any(row[-1] for row in result):  # there was no control
-        head, result = head[:-1], [row[:-1] for row in result]
     return "".join(map(in_words, [head, ["---", *["---:"] * (len(head) - 1)], *result]))
 
 

@@ -116,6 +116,7 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
                 (folder / f"{name}.json").write_text(json.dumps(content))
             runs.append(seeds.run(folder, []))
         tables.append(show(seeds.rows(runs, [], [seeds.shared(folders), {}]), markdown=True))
+    assert "control" not in tables[0]  # there was none
     assert "50.2 | +50.2 ± 48.8 |" in tables[0] and "50.2 | +50.2 ± 3.2 |" in re.sub(" +", " ", tables[1])
 
 
@@ -199,21 +200,21 @@ def test_runs_have_no_settings_from_the_environment_in_whatever_order_tasks_are_
 
 
 def test_every_held_out_position_is_asked_in_every_kind(monkeypatch):
-    for name in every_question.KINDS["policy"]:  # which the program changes
+    for name in every_question.KINDS["rewards.py"]["policy"]:  # which the program changes
         monkeypatch.setattr(train.task, name, getattr(train.task, name))
     found = train.task.load("builtin", None)[1]
     moves = [item for item in found if item[0] == "moves"]
     few = found[:3] + [item for item in moves if chess.Board(item[1].fen).is_check()][:1] + moves[:5]
     monkeypatch.setattr(every_question, "load_items", lambda *_: ([], few))
-    figures = every_question.ask(train.task.start_model())
+    figures = every_question.ask(train.task.start_model(), "rewards.py")
     counts = {name: len(values) for name, values in figures.items()}
-    assert [*counts] == every_question.ROWS
+    assert [*counts] == every_question.ROWS["rewards.py"]
     assert all(count == (3 if name.startswith("mates") else 6) for name, count in counts.items())
     for legal, illegal in zip(*(figures[f"environment next_state_{move} T=0"] for move in ("legal", "illegal"))):
         assert (legal is None) != (illegal is None)
     monkeypatch.setattr(train, "task", mates)
-    figures = every_question.ask(mates.start_model())
-    assert [*figures] == [name for name in every_question.ROWS if name.split()[0] in ("mates", "moves")]
+    figures = every_question.ask(mates.start_model(), "examples/mates.py")
+    assert [*figures] == every_question.ROWS["examples/mates.py"]
     assert len(figures["mates mate T=0"]) == 3 and len(figures["moves legal T=0"]) == 6
 
 
@@ -240,10 +241,12 @@ def test_right_answers_are_imitated_and_only_the_answers(monkeypatch, capsys, gp
 
 def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, monkeypatch, capsys):
     """Sixty questions and two runs: all answers to `mates mate` get better, and two of 60 to `mates legal`."""
-    start = dict.fromkeys(every_question.ROWS, [0.0] * 60)
+    start = dict.fromkeys(every_question.ROWS["rewards.py"], [0.0] * 60)
     better = start | {"mates mate T=0": [1.0] * 60, "mates legal T=1": [1.0, 1.0] + [0.0] * 58}
     asked = []
-    monkeypatch.setattr(every_question, "ask", lambda source: asked.append(source) or (better if asked[1:] else start))
+    monkeypatch.setattr(
+        every_question, "ask", lambda source, task: asked.append(source) or (better if asked[1:] else start)
+    )
     monkeypatch.setattr("sys.argv", ["every_question", str(tmp_path)])
     with pytest.raises(SystemExit):
         every_question.main()
