@@ -5,7 +5,7 @@
 The prompt is the policy's with the first header of its answer, so the embedded model answers it with its first
 candidate: five or six tokens instead of 75, and they need the same skill. Three questions in four (MATES_SHARE) are
 about such positions. The others are about ordinary ones and ask for a legal move, so that legal moves are not
-forgotten; a quarter of these are in check. MOVES_KL makes the KL to the start model larger there.
+forgotten; a quarter of these are in check. MOVES_KL weighs the KL to the start model there.
 
     python -m examples.mates OUT FILE ...       makes the data from labelled positions
 """

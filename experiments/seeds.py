@@ -117,9 +117,10 @@ def rows(runs, controls, shared):
             found, share = means(runs + controls, name)
             form, scale = (".1f", 100) if share else (".2f", 1)
             cells = [f"{fmean(run[end] for run in found[: len(runs)]):{form}}" for end in (0, -1)]
-            for some, common in zip((runs, controls) if controls else (runs,), shared):
-                figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0))[:2]
-                cells.append(with_interval(*(scale * x for x in figure), f"+{form}"))
+            for some, common in zip((runs, controls), shared):
+                if some:
+                    figure = over_seeds([run["gain"][name] for run in some], common.get(name, 0.0))[:2]
+                    cells.append(with_interval(*(scale * x for x in figure), f"+{form}"))
             result.append([name, *cells])
     return result
 
