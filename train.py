@@ -30,7 +30,7 @@ from nanorook import hardware, loggers, monitor, parallel, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
-from rollout import microbatches, sample
+from rollout import microbatches, once, sample
 
 if __name__ == "__main__":
     settings.read_user()  # only as a program: when imported, train.py keeps the defaults
@@ -118,8 +118,10 @@ def add_advantages(batch, answers, group_size, credit, step=0):
 
 def forward(model, batch, temperature):
     """Logprobs and entropies (N, T) of a batch's completions, under the distribution that they were sampled from."""
-    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, batch.tokens)  # (N, T, C)
-    return grpo.logprobs_and_entropy(states, batch.tokens, temperature, model.head, model.config.vocab_size)
+    tokens, places = once(batch.tokens, len(batch.prompts))  # (B·R, T), (N,)
+    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, tokens)  # (B·R, T, C)
+    found = grpo.logprobs_and_entropy(states, tokens, temperature, model.head, model.config.vocab_size)
+    return [values[places] for values in found]
 
 
 @functools.cache

@@ -207,8 +207,9 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, dtype, to
     model = bench.random_model(KEEPING[name]).set_compute_dtype(dtype)
 
     def count(B, G=8, P=60, T=40):
-        prompts, tokens = torch.ones(B, P, dtype=torch.long), torch.ones(B * G, T, dtype=torch.long)
-        batch, found = Batch(prompts, torch.full((B,), P), tokens, tokens > 0, None, None), {}
+        prompts = torch.ones(B, P, dtype=torch.long)
+        tokens = torch.arange(B * G * T).view(-1, T) % model.config.vocab_size  # no answer twice
+        batch, found = Batch(prompts, torch.full((B,), P), tokens, tokens >= 0, None, None), {}
         pack = lambda x: found.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x.detach()  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             result = train.forward(model, batch, 1.0)

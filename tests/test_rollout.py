@@ -9,7 +9,7 @@ import train
 from model import GPT, GPTConfig
 from nanorook.task import Question
 from nanorook.tokenizer import Tokenizer
-from rollout import draw, generate, sample
+from rollout import Batch, draw, generate, microbatches, once, sample
 
 NEW, G = 30, 4
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(1, 17)]
@@ -174,6 +174,27 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, tempe
     last = out.tokens.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
     assert ((last == eos) == ~out.hit_limit).all()  # the end token is inside the mask: what is masked is not learnt
     assert out.hit_limit.any() and not out.hit_limit.all() and (out.rollout_logprobs[~mask] == 0).all()
+
+
+def test_equal_answers_are_computed_once(monkeypatch):
+    """Their logprobs, entropies and gradients are those of all rows computed by themselves; microbatches know it."""
+    tokens = torch.tensor([[65, 66], [65, 67], [65, 66], [65, 66], [68, 69], [68, 69], [68, 69], [68, 69]])
+    different, places = once(tokens, 2)
+    assert different.tolist() == [[65, 66], [65, 67], [68, 69], [68, 69]]  # as many of each group
+    assert places.tolist() == [0, 1, 0, 0, 2, 2, 2, 2]
+    prompts, lengths, cut = torch.tensor([[7, 8, 9], [9, 7, 0]]), torch.tensor([3, 2]), torch.ones(8, dtype=torch.bool)
+    batch = Batch(prompts, lengths, tokens, tokens >= 0, torch.zeros(8, 2), cut, uniform(8, 2), torch.ones(8))
+    found, rows, score = [], [], GPT.score
+    monkeypatch.setattr(GPT, "score", lambda *args: rows.append(len(args[3])) or score(*args))
+    for way in once, lambda tokens, B: (tokens, slice(None)):
+        monkeypatch.setattr(train, "once", way)
+        policy = toy.model()
+        [(part, _)] = microbatches(batch, 2 * (3 + 2 * 2), True)  # both groups, with two answers each
+        logprobs, entropy = train.forward(policy, part, 0.7)
+        (logprobs * part.advantages).sum().backward()
+        found.append([part.tokens, logprobs, entropy, *(p.grad for p in policy.parameters())])
+    assert rows == [4, 8]
+    torch.testing.assert_close(*found)
 
 
 def test_no_number_draws_a_token_without_probability():
