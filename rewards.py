@@ -301,9 +301,7 @@ def grade_policy(question, text):
     structure, answer = parse_policy(text)
     metrics = {"structure": structure} | dict.fromkeys(("parse", "legal", "candidates_legal"), 0.0)
     metrics |= dict.fromkeys(("top5", "best", "candidates"), 0.0) if five else {"unlabelled": True}
-    if not structure:
-        return [("malformed", MALFORMED)], metrics
-    pieces = [("structure", weights["structure"])]
+    pieces = [("structure", weights["structure"]) if structure else ("malformed", MALFORMED)]
     if answer is None:
         return pieces, metrics
     moves, numbers, (best, best_span), rest = answer

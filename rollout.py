@@ -197,11 +197,11 @@ def microbatches(batch, most_tokens, has_kl):
     """[(part, has_gradient), ...]: whole groups of a batch, shortest first, in parts of at most `most_tokens`, padding
     included but no answer twice; a larger group is a part of its own. With a KL every group has a gradient, otherwise
     only those whose advantages are not all 0; the others are run for metrics."""
-    B = len(batch.prompts)
-    T = batch.completion_mask.sum(1).view(B, -1).amax(1)  # (B,) of each group's longest answer
+    B, G = len(batch.prompts), len(batch.tokens) // len(batch.prompts)
+    T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
     idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
     P, T, idle = torch.stack([batch.prompt_lengths, T, idle.long()]).tolist()  # GPU sync
-    R = [len(answers) for answers in different(batch.tokens, B)]
+    R = [len(once(group, 1)[0]) for group in batch.tokens.split(G)]
     parts = [[]]  # the last group of a part has its longest answer
     for b in sorted(range(B), key=lambda b: (idle[b], T[b], R[b])):
         larger = [*parts[-1], b]
@@ -212,19 +212,10 @@ def microbatches(batch, most_tokens, has_kl):
     return [(batch.select(part, max(P[b] for b in part), T[part[-1]]), not idle[part[0]]) for part in parts]
 
 
-def different(tokens, B):
-    """The different answers in each of B groups of `tokens` (N, T). On CUDA that is all of them: numbers of rows that
-    vary would cost syncs and compilations."""
-    groups = tokens.unflatten(0, (B, -1))  # (B, G, T)
-    return groups if tokens.is_cuda else [[*dict.fromkeys(map(tuple, group))] for group in groups.tolist()]
-
-
 def once(tokens, B):
-    """Equal answers of a group are computed only once: its different ones (B·R, T), where a group with fewer than R
-    repeats its first, and the place of each of the rows `tokens` (N, T) among them."""
-    if tokens.is_cuda:
+    """The different answers of each group (B·R, T), so that none is computed twice, and the place of each row there."""
+    if tokens.is_cuda:  # numbers of rows that vary would cost syncs and compilations
         return tokens, slice(None)
-    groups, G = different(tokens, B), len(tokens) // B
-    R = max(map(len, groups))
-    places = [n // G * R + groups[n // G].index(answer) for n, answer in enumerate(map(tuple, tokens.tolist()))]
-    return torch.tensor([group + group[:1] * (R - len(group)) for group in groups]).flatten(0, 1), torch.tensor(places)
+    groups = [group.unique(dim=0, return_inverse=True) for group in tokens.unflatten(0, (B, -1))]
+    different = pad_sequence([answers for answers, _ in groups], batch_first=True)  # (B, R, T)
+    return different.flatten(0, 1), torch.cat([b * different.shape[1] + place for b, (_, place) in enumerate(groups)])

@@ -107,10 +107,9 @@ def sum_gradients(parameters):
     A parameter without a gradient gets one of zeros."""
     for p in (parameters := list(parameters)):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    if world() == 1:
-        return
-    gradients = [p.grad for p in parameters]
-    vector_to_parameters(total(parameters_to_vector(gradients)), gradients)
+    if world() > 1:
+        gradients = [p.grad for p in parameters]
+        vector_to_parameters(total(parameters_to_vector(gradients)), gradients)
 
 
 def gather(items):

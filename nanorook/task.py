@@ -179,10 +179,8 @@ def checked(task, questions):
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
         texts = all(isinstance(text, str) for text in (kind, *pieces, stop))
         if not (texts and any(pieces) and isinstance(stop_after, int)):
-            fail(
-                f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, whose "
-                "stop_after is a whole number, and whose prompt is a string or a tuple of strings, and is not empty."
-            )
+            fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, stop_after "
+                 "a whole number, and prompt a string or a tuple of strings that is not empty.")  # fmt: skip
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions

@@ -37,7 +37,7 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "no Question": ("make_questions", lambda items, n, *rest: ["1?"] * n, "returned '1.': expected a Question"),
     "empty prompt": ("make_questions", asking(prompt=""), "expected a Question whose kind and stop"),
     "no stop": ("make_questions", asking(stop=None), "expected a Question whose kind and stop are"),
-    "no whole stop_after": ("make_questions", asking(stop_after=None), "whose stop_after is a whole number"),
+    "no whole stop_after": ("make_questions", asking(stop_after=None), "stop_after a whole number"),
     "kind": ("make_questions", asking(kind="shrot"), "LIMITS have no entry for questions of the kind 'shrot'"),
     "truth": ("make_questions", asking(truth={1}), "truth of .* must be something that fits into JSON .*set"),
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on and 0 held out"),
