@@ -201,7 +201,7 @@ def microbatches(batch, most_tokens, has_kl):
     T = batch.completion_mask.sum(1).view(B, G).amax(1)  # (B,) of each group's longest answer
     idle = (batch.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups that have no gradient
     P, T, idle = torch.stack([batch.prompt_lengths, T, idle.long()]).tolist()  # GPU sync
-    R = [len(once(group, 1)[0]) for group in batch.tokens.split(G)]
+    R = [len(once(group, 1)[0]) for group in batch.tokens.split(G)]  # different answers of each group
     parts = [[]]  # the last group of a part has its longest answer
     for b in sorted(range(B), key=lambda b: (idle[b], T[b], R[b])):
         larger = [*parts[-1], b]
@@ -213,7 +213,7 @@ def microbatches(batch, most_tokens, has_kl):
 
 
 def once(tokens, B):
-    """The different answers of each group (B·R, T), so that none is computed twice, and the place of each row there."""
+    """Equal answers are computed once: each group's without repetitions (B·R, T), and each row's place among them."""
     if tokens.is_cuda:  # numbers of rows that vary would cost syncs and compilations
         return tokens, slice(None)
     groups = [group.unique(dim=0, return_inverse=True) for group in tokens.unflatten(0, (B, -1))]
