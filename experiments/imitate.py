@@ -5,6 +5,7 @@
 Each step has --rows questions of examples/mates.py: the answers are a random mating move, and in ordinary positions a
 random legal move. The loss is the cross-entropy of their tokens, the optimizer that of train.py, with the task's LR. If
 a model learns no more from this than from rewards, then neither the reward nor the estimator is what holds it back.
+If a part of the mates (--share) teaches it as much as all of them do, the number of questions is not, either.
 """
 
 import argparse
@@ -49,12 +50,16 @@ def main():
     p.add_argument("--steps", type=count, default=300, help="number of updates")
     p.add_argument("--rows", type=count, default=256, help="number of questions in a step")
     p.add_argument("--eval-every", type=count, default=100, help="steps between evaluations")
+    p.add_argument("--share", type=number(float, 0.05, 1), default=1.0, help="share of the mates that it learns from")
     a = p.parse_args()
     train.task, train.LR, warmup = mates, mates.DEFAULTS["LR"], mates.DEFAULTS["WARMUP_STEPS"]
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).set_compute_dtype(dtype)
     space = "" if rewards.chess_format(model.config) in rewards.WIDTH else " "
     items, held_out = load_items(mates, "builtin", model.config)
+    known = [item for item in items if item[0] == "mates"]
+    chosen = sorted(random.Random(0).sample(range(len(known)), round(a.share * len(known))))
+    items = [known[i] for i in chosen] + [item for item in items if item[0] == "moves"]
     asked = {"held out": held_out, "trained on": items}
     asked = {name: make_questions(mates, some, ASKED, random.Random(0), model.config) for name, some in asked.items()}
     (optimizer,) = train.make_optimizers(model)
