@@ -58,8 +58,8 @@ def main():
     space = "" if rewards.chess_format(model.config) in rewards.WIDTH else " "
     items, held_out = load_items(mates, "builtin", model.config)
     known = [item for item in items if item[0] == "mates"]
-    chosen = sorted(random.Random(0).sample(range(len(known)), round(a.share * len(known))))
-    items = [known[i] for i in chosen] + [item for item in items if item[0] == "moves"]
+    learnt = set(random.Random(0).sample(known, round(a.share * len(known))))
+    items = [item for item in items if item[0] != "mates" or item in learnt]
     asked = {"held out": held_out, "trained on": items}
     asked = {name: make_questions(mates, some, ASKED, random.Random(0), model.config) for name, some in asked.items()}
     (optimizer,) = train.make_optimizers(model)
