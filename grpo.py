@@ -27,8 +27,7 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 
 
 def credit(rewards, ends, T):
-    """names of the K pieces of the reward; values (N, K): what each gave each answer; piece_mask (N, T, K): 1 on tokens
-    that it judges.
+    """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
     `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
     `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
     last character is in. A piece without spans judges all tokens, and so does one that an answer lacks, with a 0."""
@@ -42,7 +41,7 @@ def credit(rewards, ends, T):
             piece_mask[n, :, k] = 0 if spans else 1
             for start, end in spans:
                 piece_mask[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), k] = 1
-    return names, torch.from_numpy(values), torch.from_numpy(piece_mask)
+    return torch.from_numpy(values), torch.from_numpy(piece_mask)
 
 
 def advantages(values, group_size, scale="none", best_of=1):

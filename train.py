@@ -103,13 +103,11 @@ def add_advantages(batch, answers, group_size, credit, step=0):
     """The batch with the advantage of each token (N, T), and with the weight of each row's KL (N,). `step` determines the
     permutations of CONTROL=shuffle and the k of BEST_OF_SCHEDULE."""
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
-    names, values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
+    values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":  # each answer gets those of a random one in its group
         values = values[shuffled(answers, group_size, f"{SEED}/{step}/")]
     best_of = math.ceil(round(BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE), 9))
     by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, best_of)  # (N, K)
-    pay_each = torch.tensor([name in getattr(task, "PAY_EACH", ()) for name in names])  # (K,)
-    by_piece = torch.where(pay_each, grpo.advantages(values, group_size, SCALE_REWARDS), by_piece)
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)

@@ -32,7 +32,6 @@ for name in SETTINGS.keys() & vars(rewards):
 MATES_SHARE = setting("MATES_SHARE", 0.75, "share of questions about positions with a mate in one", low=0, high=1)
 MOVES_KL = setting("MOVES_KL", 1.0, "weight of the KL on ordinary positions, as a multiple of KL_COEF", low=0)
 KL_WEIGHTS = {"moves": MOVES_KL}
-PAY_EACH = {"structure", "legal"}  # most answers earn them, so the best of k would, too, and BEST_OF would teach nothing
 
 
 def load(source, config):
