@@ -39,7 +39,7 @@ KL_WEIGHTS = {"mates": MATES_KL}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
 LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
 ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, next states after illegal moves mostly got worse
-CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in twelve
+CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in eleven
 
 
 def start_model():

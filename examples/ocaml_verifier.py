@@ -147,6 +147,8 @@ def wall_stands():
     """Whether this machine can build the outer wall."""
     if not all(map(shutil.which, ("ocaml", "ocamlc"))):
         fail("OCaml, which judges the answers of this task, was not found: `apt install ocaml`.")
+    if not all(map(shutil.which, ("prlimit", "setpriv"))):
+        fail("prlimit and setpriv, which set bounds to answers, were not found; this task needs Linux with util-linux.")
     if not all(map(shutil.which, ("bwrap", "ldd"))):
         why = "bubblewrap or ldd is not installed"
     elif platform.machine() not in SYSTEM_CALLS:

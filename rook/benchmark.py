@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import random
+import sys
 from itertools import compress, product
 from typing import NamedTuple
 
@@ -180,4 +181,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

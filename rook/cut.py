@@ -9,6 +9,7 @@ Texts have the same tokens as before, under new ids, and the layers stay as they
 import argparse
 import dataclasses
 import random
+import sys
 from pathlib import Path
 
 import rewards
@@ -25,7 +26,8 @@ def cut(model):
     kept = [i for i, token in sorted(tokenizer.token_bytes.items()) if i != tokenizer.eos]
     kept = [i for i in kept if len(tokenizer.token_bytes[i]) == 1 or not unused[i]]
     ranks = {tokenizer.token_bytes[i]: new for new, i in enumerate(kept)}  # the order of the ids is that of the merges
-    config = dataclasses.replace(model.config, vocab_size=len(ranks) + 1, eos_token_id=len(ranks))
+    extra = model.config.extra | ({"pad_token_id": len(ranks)} if "pad_token_id" in model.config.extra else {})
+    config = dataclasses.replace(model.config, vocab_size=len(ranks) + 1, eos_token_id=len(ranks), extra=extra)
     small = with_rows(model, [*kept, tokenizer.eos], config)
     small.tokenizer = Tokenizer(ranks, {END: len(ranks)}, (len(ranks),), [GPT2_WORDS])
     return small
@@ -52,4 +54,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

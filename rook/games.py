@@ -9,6 +9,7 @@ one half-move at a time. The model plays the move after `B:`. Every figure has a
 
 import argparse
 import itertools
+import sys
 from pathlib import Path
 
 import chess
@@ -157,5 +158,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except stockfish.EngineError as error:
         fail(f"Stockfish {error}.")

@@ -370,5 +370,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:  # before the first step
+        sys.exit(130)
     except OSError as error:
         fail(f"a file could not be read or written ({error}); the same command resumes from the last save.")

@@ -85,6 +85,13 @@ def test_a_task_without_question_need_not_show_what_has_no_truth(capsys, toy_mod
     assert ": WHERE ID=3\n  greedy ->" in asked and "\nnot graded: " in asked
 
 
+@pytest.mark.parametrize("text", [[], ["37+58="]])
+def test_a_task_without_held_out_items(text, capsys, toy_model, tmp_path):
+    (tmp_path / "own.py").write_text("from toy import *\nload = lambda source, config: ([1], [])\n")
+    with pytest.raises(SystemExit, match="error: DATA=builtin has no held-out items; provide more"):
+        output(capsys, toy_model, *text, f"TASK={tmp_path}/own.py")
+
+
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
 WRONG |= {f"{FEN} {move}": f"'{move}' is not a legal move in rnbq" for move in ("Nf4", "Z0")}
 WRONG |= {"8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}

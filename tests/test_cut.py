@@ -23,7 +23,8 @@ def run(monkeypatch):
 @pytest.fixture
 def whole(tmp_path, gpt2_folder):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_positions=320, n_embd=32, n_layer=1, n_head=2, extra={"chess_format": "rookworld"}))
+    extra = {"chess_format": "rookworld", "pad_token_id": 50256}
+    model = GPT(GPTConfig(n_positions=320, n_embd=32, n_layer=1, n_head=2, extra=extra))
     model.tokenizer = Tokenizer.load(gpt2_folder)
     model.save(tmp_path / "whole")
     return tmp_path / "whole"
@@ -35,6 +36,7 @@ def test_texts_have_the_same_tokens_and_the_model_the_same_logits(run, whole, tm
     old, new, rng = GPT.load(whole), GPT.load(tmp_path / "small"), random.Random(0)
     theirs, tokenizer = (kind.from_pretrained(tmp_path / "small") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert new.config.vocab_size == 2052 and new.config.eos_token_id == new.tokenizer.eos == tokenizer.eos_token_id
+    assert theirs.config.pad_token_id == new.tokenizer.eos
     ids = {token: i for i, token in new.tokenizer.token_bytes.items()}
     kept = [i for i, token in old.tokenizer.token_bytes.items() if token in ids]
     order = [ids[old.tokenizer.token_bytes[i]] for i in kept]

@@ -145,6 +145,14 @@ def test_learning_rates_and_signs(examine, monkeypatch):
     said(examine(CONTROL="none"), "learning", "is a sign wrong")
 
 
+def test_a_kind_whose_questions_stop_at_different_texts_is_one_kind(examine, monkeypatch):
+    questions = [q._replace(kind="long", stop="e" * (n > 3)) for n, q in enumerate(toy.questions(8))]
+    add, paid = train.add_advantages, iter([1, 0])  # of the two batches only the first is paid
+    scaled = lambda *a: (batch := add(*a))._replace(advantages=batch.advantages * next(paid))  # noqa: E731
+    monkeypatch.setattr(train, "add_advantages", scaled)
+    assert "learning" in examine(questions=questions)
+
+
 @pytest.mark.slow
 def test_the_command():
     result = toy.user_runs("-m", "tools.doctor", "BATCH_POSITIONS=4", "GROUP_SIZE=4", "DTYPE=float32")

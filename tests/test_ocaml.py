@@ -595,6 +595,17 @@ def test_without_ocaml_a_sentence_names_the_package(monkeypatch):
 
 
 @needs_ocaml
+def test_without_util_linux_a_sentence_names_it(monkeypatch, open_folder):
+    for name in ("ocaml", "ocamlc", "prlimit"):
+        (open_folder / name).symlink_to(shutil.which(name))
+    ocaml_verifier.stop()
+    wall_stands.cache_clear()
+    monkeypatch.setenv("PATH", str(open_folder))
+    with pytest.raises(SystemExit, match="this task needs Linux with util-linux"):
+        run("a")
+
+
+@needs_ocaml
 def test_an_ocaml_of_another_version_is_named(changed_verifier):
     wall_stands()
     changed_verifier("Some ([], p)", "Some p")  # as the syntax tree was before 4.13

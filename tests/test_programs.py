@@ -62,3 +62,32 @@ def test_ctrl_c_and_a_reader_that_has_gone_end_a_program_without_a_traceback(pac
     assert end("import signal; print(1, flush=True); signal.raise_signal(signal.SIGINT)") == ""
     assert end("[print(i) for i in range(10**6)]") == "" and end("[print(i, flush=True) for i in range(10**6)]") == ""
     assert "ZeroDivisionError" in end("print(1 / 0)")
+
+
+@pytest.mark.parametrize("name", ["benchmark", "cut", "games", "pretrain"])
+def test_ctrl_c_ends_a_program_for_chess_without_a_traceback(name):
+    press = "import argparse, runpy, signal; argparse.ArgumentParser.parse_args = lambda *_: signal.raise_signal(2)"
+    code = f"{press}; runpy.run_module('rook.{name}', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_old_python3_does_not_matter_if_the_environment_has_a_newer_one(tmp_path):
+    for name in ("train.sh", "tools/setup.sh", "requirements.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in ("dirname", "cmp", "rm", "cp"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    program(tmp_path / "bin/python3", "exit 1")
+
+    def run():
+        env = {"PATH": f"{tmp_path}/bin"}
+        return subprocess.run(["/bin/bash", "train.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    refused = run()
+    assert refused.returncode == 1 and "error: Python 3.11 or later is needed; " in refused.stderr
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    program(tmp_path / ".venv/bin/python", 'echo "$@"')
+    done = run()
+    assert done.returncode == 0 and "requirements.txt" in done.stdout and done.stdout.endswith("train.py\n")

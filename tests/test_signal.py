@@ -1,5 +1,7 @@
+import itertools
 import re
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +163,21 @@ def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):
     monkeypatch.setattr(signal, "REFERENCE", "elsewhere")
     with pytest.raises(SystemExit, match="REFERENCE=elsewhere has no effect with KL_COEF=0"):
         signal.main()
+
+
+def test_the_time_of_a_kind_is_that_of_all_its_batches(toy_settings, toy_model, monkeypatch):
+    def prepare(count):
+        model, questions = prepared(count)
+        return model, [q._replace(kind="long", stop="e" * (n > 1)) for n, q in enumerate(questions)]
+
+    toy_settings(MODEL=toy_model)
+    prepared, reported = signal.prepare, []
+    clock = SimpleNamespace(time=itertools.count().__next__)  # each batch takes a second
+    for name, value in dict(prepare=prepare, QUESTIONS=8, time=clock, report=lambda *a: reported.extend(a)).items():
+        monkeypatch.setattr(signal, name, value)
+    monkeypatch.setattr("sys.argv", ["signal"])
+    signal.main()
+    assert reported[1:3] == [["long"] * 8, {"long": 2 / 8, "all": 2 / 8}]
 
 
 @pytest.mark.slow

@@ -90,7 +90,9 @@ def run_checks(model, reference, optimizers, questions):
     # The first step of a run, and what train.py reports about it
     most = train.plan_memory(model, questions)
     parts = [[part for part, _ in microbatches(batch, most, True)] for batch in batches]
-    kinds = dict(zip((answers[0].question.kind for _, answers in rollouts), parts))
+    kinds = {}
+    for part, (_, answers) in zip(parts, rollouts):  # questions of one kind may stop at different texts
+        kinds.setdefault(answers[0].question.kind, []).extend(part)
 
     @torch.no_grad()
     def logprobs(parts):  # (tokens,)

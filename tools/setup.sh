@@ -20,11 +20,14 @@ if [ -z "${PYTHON:-}" ]; then
             [ -x "$PYTHON" ] || uv venv --seed --quiet --python ">=3.11" .venv
             uv pip install --python "$PYTHON" --requirement "$file"
         else
-            if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-                echo "error: Python 3.11 or later is needed as python3; install one, or set PYTHON=/path/to/python to one that has torch." >&2
-                exit 1
+            recent='import sys; sys.exit(sys.version_info < (3, 11))'
+            if ! "$PYTHON" -c "import pip; $recent" >/dev/null 2>&1; then
+                if ! python3 -c "$recent"; then
+                    echo "error: Python 3.11 or later is needed; install it as python3, or make .venv with it (python3.12 -m venv .venv)." >&2
+                    exit 1
+                fi
+                python3 -m venv --clear .venv
             fi
-            [ -x "$PYTHON" ] && "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv
             bar=$([ -t 2 ] || echo --progress-bar off) # a log gets one line for each package
             "$PYTHON" -m pip install $bar --disable-pip-version-check --requirement "$file"
         fi

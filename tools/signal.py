@@ -12,7 +12,7 @@ comes from which questions are drawn, and from which answers to them; more answe
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 from torch.nn.functional import pad
@@ -194,18 +194,21 @@ def main():
     print(f"{train.MODEL or start_model(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
           f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
-    rollouts, kinds, tokens, seconds, clock = [], [], [], {"all": 0.0}, time.time()
+    rollouts, kinds, tokens, spent, clock = [], [], [], Counter(), time.time()
     most = train.plan_memory(model, questions)
     for batch, answers in ask(model, questions, train.TEMPERATURE):
         batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
         compared = reference or (model if train.KL_COEF else None)  # a run's reference takes as long
         train.update(model, compared, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch], most)
-        spent, n, clock = time.time() - clock, len(batch.prompts), time.time()
-        seconds |= {answers[0].question.kind: spent / n, "all": seconds["all"] + spent / QUESTIONS}
+        kind, n = answers[0].question.kind, len(batch.prompts)
+        spent[kind] += time.time() - clock
+        clock = time.time()
         rollouts.append((batch, answers))
-        kinds += [answers[0].question.kind] * n
+        kinds += [kind] * n
         tokens.append(torch.stack([batch.prompt_lengths, batch.completion_mask.sum(1).view(n, -1).float().mean(1)], 1))
 
+    seconds = {kind: spent[kind] / count for kind, count in Counter(kinds).items()}
+    seconds["all"] = sum(spent.values()) / QUESTIONS
     report(gradients(model, reference, rollouts), kinds, seconds, torch.cat(tokens))
 
 
