@@ -49,7 +49,7 @@ DATA                    = setting("DATA", "builtin", "source of the task's items
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "determines questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
-STEPS                   = setting("STEPS", 60, "number of rollout batches to learn from", low=1)
+STEPS                   = setting("STEPS", 60, "number of rollout batches to learn from", low=1, high=999_999)
 BATCH_POSITIONS         = setting("BATCH_POSITIONS", 76, "B, the number of prompts in a step", low=1)
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, the number of completions for each prompt", low=2)
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "the temperature of sampling, and so of the distribution that is trained", low=1e-3)
@@ -232,7 +232,7 @@ def evaluate(model, questions, samples=0):
 
 
 def evaluate_and_record(run, model, questions, title):
-    """Adds a column to the run's table of held-out skill, and records some answers; returns the seconds it took."""
+    """Adds a column to the run's table of held-out skill, and records some answers."""
     started = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES)
@@ -244,7 +244,7 @@ def evaluate_and_record(run, model, questions, title):
         write(run.out / "skill.json", json.dumps(run.skill))
         if run.report:
             run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
-    return time.perf_counter() - started
+    run.evaluation_seconds = time.perf_counter() - started
 
 
 # ---- Start and loop ----------------------------------------------------------------------------------------
@@ -297,6 +297,8 @@ def start():
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # only to find the task's mistakes
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
+    if len(set(parallel.gather([str([question.prompt for question in questions])]))) > 1:
+        fail("the task's make_questions asked other questions in another process; do not let it draw from a set.")
     planned = min(parallel.gather([plan_memory(model, questions)]))
     if MICROBATCH_TOKENS or not run.microbatch:  # a resumed run keeps its own, as free memory may have changed
         run.microbatch = planned
@@ -313,7 +315,8 @@ def main():
     sampler = model.inference_copy(model.dtype)
     past = monitor.open_log(run, model, eval_questions) if lead else []
     run.report = loggers.connect(REPORT_TO, run) if lead and REPORT_TO != "none" else None
-    evaluation_seconds = 0.0 if run.skill else evaluate_and_record(run, model, eval_questions, "before")
+    if not run.skill:
+        evaluate_and_record(run, model, eval_questions, "before")
     eval_steps = range(EVAL_EVERY, STEPS, EVAL_EVERY) if EVAL_EVERY else []  # between "before" and "after"
     signals, stopping = catch_signals(), []  # `signals` receives those that arrive from now on
     while run.step < STEPS and not stopping:
@@ -354,7 +357,7 @@ def main():
             if run.report:
                 run.report(run.step, loggers.step_numbers(metrics))
             evaluations_left = sum(later >= run.step for later in eval_steps) + 1  # and "after"
-            parallel.log(monitor.progress_line(past, STEPS, evaluations_left * evaluation_seconds))
+            parallel.log(monitor.progress_line(past, STEPS, evaluations_left * run.evaluation_seconds))
 
         # Going back: after updates that could not be made, or that went too far from the reference
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
@@ -366,7 +369,7 @@ def main():
 
         # Evaluation, checkpoint
         if run.step in eval_steps:
-            evaluation_seconds = evaluate_and_record(run, model, eval_questions, f"step {run.step}")
+            evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         stopping = parallel.gather(signals)  # those that came during the evaluation, too
         if lead and (run.step in eval_steps or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
             run.save(model, optimizers)

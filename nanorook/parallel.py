@@ -115,7 +115,7 @@ def sum_gradients(parameters):
 def gather(items):
     """The lists of all processes, concatenated."""
     if world() == 1:
-        return items
+        return [*items]
     lists = [None] * world()
     dist.all_gather_object(lists, items)
     return [item for part in lists for item in part]

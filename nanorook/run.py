@@ -43,6 +43,7 @@ class Run:
         self.dtype = ""  # of the matrix products, chosen once: a second measurement might choose another one
         self.microbatch = 0  # the most tokens in one, likewise
         self.start_hash = ""  # of the start model's weights
+        self.evaluation_seconds = 0.0  # that the last evaluation took
         self.skill = {}  # {"before", "step 40", "after": {figure: (mean, half-width, values of the questions)}}
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
         self.lr_factor = 1.0  # lowered each time the run goes back
@@ -110,6 +111,8 @@ class Run:
             fail(f"the run in {self.out} was started by an older version of this program; start over with FRESH=1.")
         vars(self).update({name: saved[name] for name in self.kept})
         settings.check_resumed(saved["settings"], parallel.log)
+        if saved["settings"]["MICROBATCH_TOKENS"]:
+            self.microbatch = 0  # it was given, not chosen
         if self.step > steps or (self.step == steps and finished(self.out)):
             fail(f"{self.out} contains a run of {self.step} steps, so none is left with STEPS={steps}; raise STEPS, "
                  "name another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
@@ -117,9 +120,11 @@ class Run:
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
             old = saved["settings"]
-            if old["LR_SCHEDULE"] != "constant" and old["STEPS"] > old["WARMUP_STEPS"]:
-                parallel.log(f"LR had fallen to 0 by step {self.step}, where the run was to end. It now follows the "
-                             f"schedule of a run of {steps} steps, and so is above 0 again.")  # fmt: skip
+            fell = ["LR"] if old["LR_SCHEDULE"] != "constant" and old["STEPS"] > old["WARMUP_STEPS"] else []
+            fell += ["BEST_OF"] if old["BEST_OF_SCHEDULE"] != "constant" and old["BEST_OF"] > 1 else []
+            for name in fell:
+                parallel.log(f"{name}_SCHEDULE ended at step {self.step}, where the run was to end. It is now that of "
+                             f"a run of {steps} steps, in which {name} is higher at this step.")  # fmt: skip
         return saved["model"], saved["optimizer"]
 
     def snapshot(self, model, optimizers):

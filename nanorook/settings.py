@@ -156,7 +156,7 @@ def check_resumed(old, log):
     """Compares settings with those of the run that is resumed: a change that makes it another run is refused."""
     for name, value in values().items():
         if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
-            if name in ("MODEL", "DATA", "TASK", "SEED"):
+            if name in ("MODEL", "DATA", "TASK", "SEED", "TEMPERATURE"):
                 was = f"{name}={old[name]}" if old[name] != "" else f"no {name}"
                 fail(f"the run in OUT_DIR was started with {was}; use that again, name another OUT_DIR, or start over "
                      "with FRESH=1.")  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 from datetime import timedelta
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -121,17 +120,17 @@ def collapse(rows, skill, kinds):
     ends = {"before": 0, "after": rows[-1]["step"]}  # all other evaluations are named "step N"
     for kind in kinds:
         parts = [rows[i : i + WINDOW] for i in range(0, len(rows) - WINDOW + 1, WINDOW)]
-        seen = [(part[-1]["step"], f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part])
-                for part in parts]  # fmt: skip
-        seen += [(int(ends.get(title, title[5:])), when_asked(title), values)
-                 for title, skills in skill.items() for name, (_, _, values) in skills.items()
+        trained = [(f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part]) for part in parts]
+        asked = [(when_asked(title), values)
+                 for title, skills in sorted(skill.items(), key=lambda item: int(ends.get(item[0], item[0][5:])))
+                 for name, (_, _, values) in skills.items()
                  if name.startswith(f"{kind} reward T=") and not name.endswith("T=0")]  # fmt: skip
-        seen.sort(key=itemgetter(0))  # an evaluation comes after the steps up to it
-        seen = [(when, *interval(known(values))) for _, when, values in seen if known(values)]
-        when, peak, half = max(seen, key=lambda item: item[1] - item[2], default=("", 0, 0))
-        _, end, end_half = [("", 0, 0), *seen][-1]
-        if peak - half > 0 and end + end_half < (peak - half) / 2:
-            return kind, peak, when, end
+        for seen in trained, asked:  # each by itself, as held-out questions may always have earned less
+            seen = [(when, *interval(known(values))) for when, values in seen if known(values)]
+            when, peak, half = max(seen, key=lambda item: item[1] - item[2], default=("", 0, 0))
+            _, end, end_half = [("", 0, 0), *seen][-1]
+            if peak - half > 0 and end + end_half < (peak - half) / 2:
+                return kind, peak, when, end
     return None
 
 

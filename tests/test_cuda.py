@@ -238,3 +238,5 @@ def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
         toy_run(STEPS=steps)
     toy_run(STEPS=3, MICROBATCH_TOKENS=55)
     assert cuts == [77, 77, 55] and capsys.readouterr().out.count("microbatches of 77 tokens") == 2
+    toy_run(STEPS=4)  # that was not its own
+    assert cuts[3:] == [99]

@@ -89,7 +89,7 @@ def test_a_step_is_read_in_nine_files(tmp_path, monkeypatch, few_positions):
         return original(past, *args)
 
     monkeypatch.setattr(monitor, "progress_line", progress_line)
-    monkeypatch.setattr(train, "evaluate_and_record", lambda *_: 0.0)
+    monkeypatch.setattr(train, "evaluate_and_record", lambda *_: None)
     small = dict(STEPS=2, BATCH_POSITIONS=10, GROUP_SIZE=2, EVAL_EVERY=0, KL_COEF=0.01, DATA=few_positions)
     toy.run(tmp_path, rewards, MODEL="weights/tiny", **small)
     lines = {}

@@ -96,6 +96,13 @@ def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_r
         toy_run()
 
 
+def test_processes_that_ask_other_questions_do_not_start(monkeypatch, toy_run):
+    another = lambda items: [*items, "['0?']"] if "?" in str(items) else items  # noqa: E731
+    monkeypatch.setattr(parallel, "gather", another)
+    with pytest.raises(SystemExit, match="asked other questions in another process; do not let it draw from a set"):
+        toy_run()
+
+
 @pytest.mark.parametrize("told, threads", [((), ()), (("TORCHELASTIC_RUN_ID",), (1,))])
 def test_a_rank_alone_is_another_programs_and_a_number_of_threads_is_kept(told, threads, monkeypatch):
     joined, chosen = [], []

@@ -166,15 +166,19 @@ def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_
     toy_run(STEPS=1)
     toy_run(STEPS=2)
     assert "STEPS was 1 and is now 2" in (said := capsys.readouterr().out)
-    assert "LR had fallen to 0 by step 1, where the run was to end. It now follows the schedule of a run of 2" in said
+    assert "LR_SCHEDULE ended at step 1, where the run was to end. It is now that of a run of 2 steps, in which" in said
+    assert "BEST_OF_SCHEDULE" not in said
+    for steps in (2, 4):
+        toy_run("best", STEPS=steps, BEST_OF=3, BEST_OF_SCHEDULE="linear", LR_SCHEDULE="constant")
+    assert "BEST_OF_SCHEDULE ended at step 2" in (said := capsys.readouterr().out) and "LR_SCHEDULE ended" not in said
     toy_run("constant", STEPS=1, LR_SCHEDULE="constant")
     toy_run("constant", STEPS=2, LR_SCHEDULE="constant")
-    assert "LR had fallen" not in capsys.readouterr().out
+    assert "SCHEDULE ended" not in capsys.readouterr().out
     rises = "The learning rate rises for 9 steps, so a run of {} ends before it reaches LR."
     toy_run("rising", STEPS=2, WARMUP_STEPS=9)
     assert rises.format(2) in capsys.readouterr().out
     toy_run("rising", STEPS=3, WARMUP_STEPS=9)
-    assert "LR had fallen" not in (said := capsys.readouterr().out) and rises.format(3) in said
+    assert "SCHEDULE ended" not in (said := capsys.readouterr().out) and rises.format(3) in said
     toy_run("rising", STEPS=9, WARMUP_STEPS=9)
     assert "The learning rate rises" not in capsys.readouterr().out
 

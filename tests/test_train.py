@@ -85,10 +85,10 @@ def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     assert list(json.loads((tmp_path / "c" / "skill.json").read_text())) == ["before", "step 2", "after"]
 
 
-def test_another_task_model_or_data_is_another_run(toy_run, toy_model, tmp_path):
+def test_another_task_model_data_or_temperature_is_another_run(toy_run, toy_model, tmp_path):
     toy_run(STEPS=1)
     shutil.copytree(toy_model, tmp_path / "copy")
-    for name, value in dict(MODEL=tmp_path / "copy", DATA="other", TASK="examples/letters.py").items():
+    for name, value in dict(MODEL=tmp_path / "copy", DATA="other", TASK="examples/letters.py", TEMPERATURE=0.5).items():
         with pytest.raises(SystemExit, match=f"started with {name}=.*; use that again"):
             toy_run(STEPS=2, **{name: str(value)})
 

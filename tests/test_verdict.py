@@ -124,7 +124,7 @@ def test_a_kind_of_question_that_the_last_step_lacks_counts(said):
 def test_a_run_that_learnt_and_collapsed_is_red(said):
     rows = [row(step, 0.02 * step if step < 30 else 0.0) for step in range(1, 41)]
     first, *_ = said({"before": START, "after": FALLEN}, rows)
-    assert first.startswith("● red  The q reward collapsed: it was 0.45 around step 30 and is 0.00 at the end.")
+    assert first.startswith("● red  The q reward collapsed: it was 0.20 before the run and is 0.00 at the end.")
     assert first.endswith("Lower LR from 0.3 to 0.03, or raise KL_COEF (now 0).")
     first, *_ = said({"before": START, "step 20": RISEN, "after": FALLEN}, STEADY)
     assert "it was 0.80 at step 20 and is 0.00 at the end" in first
@@ -136,6 +136,14 @@ def test_a_collapse_is_judged_by_what_was_seen_last(said):
     falling = [row(step, 0.9 if step < 25 else 0.0) for step in range(1, 41)]
     first, *_ = said({"before": START, "step 20": RISEN}, falling)
     assert first.startswith("● red  The q reward collapsed") and first.count("is 0.00 at the end")
+
+
+def test_held_out_questions_that_always_earned_less_are_no_collapse(said):
+    rows = [row(step, min(0.9, 0.2 + 0.03 * step)) for step in range(1, 41)]
+    first, *_ = said({"before": START, "after": START}, rows)
+    assert first.startswith("● yellow  Nothing rose") and "on training questions only" in first
+    first, *_ = said({"before": START, "after": START}, [row(step, 0.9 if step < 25 else 0.1) for step in range(1, 41)])
+    assert first.startswith("● red  The q reward collapsed: it was 0.90 around step 10 and is 0.10 at the end.")
 
 
 def test_a_piece_of_the_reward_named_reward_is_no_kind(said):
