@@ -33,8 +33,9 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
         capsys.readouterr()
         evaluate.main()
         printed = capsys.readouterr().out.splitlines()
-    with pytest.raises(SystemExit, match="for EVAL_SAMPLES=4, name .*/out/model"):
-        shown(tmp_path / "out", "EVAL_SAMPLES=4")
+    for more in ("EVAL_SAMPLES=4", "--training"):
+        with pytest.raises(SystemExit, match=f"for {more}, name .*/out/model"):
+            shown(tmp_path / "out", more)
     monkeypatch.setattr(train, "EVAL_POSITIONS", 20)
     monkeypatch.setattr(train, "MODEL", toy_model)
     first, rows = shown(tmp_path / "out" / "model", run={"MODEL": toy_model})
@@ -48,12 +49,20 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
     assert rows["short reward T=1"][2].removesuffix(" *") == gain and values[0] != values[1]
 
 
-def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path):
+def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monkeypatch):
     first, rows = shown(toy_model, "EVAL_SAMPLES=4")
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]
     assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
     _, rows = shown(toy_model, toy_model, "EVAL_SAMPLES=1", "SEED=0")
     assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
+    make, items = evaluate.make_questions, []
+    monkeypatch.setattr(
+        evaluate, "make_questions", lambda task, some, *rest: items.append(some) or make(task, some, *rest)
+    )
+    first, rows = shown(toy_model, "--training")
+    assert first == f"4 training questions of {toy.__file__}: A is {toy_model}" and rows["training"] == ["A"]
+    shown(toy_model)
+    assert items == [*toy.load("builtin", None)]
     (tmp_path / "LR=1").symlink_to(toy_model)
     assert shown(tmp_path / "LR=1")[0].endswith(f"A is {tmp_path}/LR=1")
     with pytest.raises(SystemExit, match="EVAL_POSITION=3 is not a setting .*did you mean EVAL_POSITIONS=3"):

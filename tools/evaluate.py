@@ -3,9 +3,10 @@
 python -m tools.evaluate out                              the table that a run has measured: nothing is asked again
 python -m tools.evaluate out/model                        a run's model beside its start model, with the run's settings
 python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
+python -m tools.evaluate out/model --training             asks about the training data instead
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
 
-EVAL_POSITIONS questions are answered greedily and at TEMPERATURE; intervals are 95 %. If a model is a run's
+EVAL_POSITIONS held-out questions are answered greedily and at TEMPERATURE; intervals are 95 %. If a model is a run's
 OUT_DIR/model or OUT_DIR/step-N, the task, its data and settings are those of the run (of the first such model);
 NAME=value takes precedence.
 
@@ -35,29 +36,34 @@ def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
+    p.add_argument("--training", action="store_true", help="ask questions from the training data, not held-out ones")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
     given = [word for word in a.model if "=" in word and not Path(word).exists()]
     models = [word for word in a.model if word not in given]
     settings.finish("python -m tools.evaluate", given)
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
-        if given:
-            fail(f"{models[0]} is a run, and its table is not measured again; for {given[0]}, name {models[0]}/model.")
+        if more := [*given, *["--training"] * a.training]:
+            fail(f"{models[0]} is a run, and its table is not measured again; for {more[0]}, name {models[0]}/model.")
         print(table(skill_rows(json.loads(file.read_text())), a.markdown))
         return
     if len(models) == 1 and settings.GIVEN["run"]:
         models.insert(0, train.MODEL or start_model(train.task))
     if len(models) not in (1, 2):
         p.error("give one model, or two to compare.")
+    kind = "training" if a.training else "held-out"
     (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
     for title, name in zip("AB", models):
         model = GPT.load(name).to(device).set_compute_dtype(dtype)
-        _, held_out = load_items(train.task, train.DATA, model.config)
-        count = min(train.EVAL_POSITIONS, len(held_out)) or fail(f"DATA={train.DATA} has no held-out items.")
-        questions = make_questions(train.task, held_out, count, random.Random(train.SEED), model.config)
+        items, held_out = load_items(train.task, train.DATA, model.config)
+        asked = items if a.training else held_out
+        count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {kind} items.")
+        questions = make_questions(train.task, asked, count, random.Random(train.SEED), model.config)
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
-    print(f"{count} held-out questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
-    print(table(skill_rows(columns), a.markdown))
+    print(f"{count} {kind} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
+    rows = skill_rows(columns)
+    rows[0][0] = kind
+    print(table(rows, a.markdown))
 
 
 if __name__ == "__main__":
