@@ -56,9 +56,8 @@ def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monk
     _, rows = shown(toy_model, toy_model, "EVAL_SAMPLES=1", "SEED=0")
     assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
     make, items = evaluate.make_questions, []
-    monkeypatch.setattr(
-        evaluate, "make_questions", lambda task, some, *rest: items.append(some) or make(task, some, *rest)
-    )
+    spy = lambda task, some, *rest: items.append(some) or make(task, some, *rest)  # noqa: E731
+    monkeypatch.setattr(evaluate, "make_questions", spy)
     first, rows = shown(toy_model, "--training")
     assert first == f"4 training questions of {toy.__file__}: A is {toy_model}" and rows["training"] == ["A"]
     shown(toy_model)
