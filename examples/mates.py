@@ -16,7 +16,7 @@ import gzip
 import rewards
 from nanorook.settings import SETTINGS, fail, output_file, setting
 from nanorook.task import Grade
-from rook import mating, positions, texts
+from rook import mating, positions
 from rook.stockfish import MATE
 
 DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.03, EVAL_POSITIONS=1000)
@@ -35,10 +35,8 @@ KL_WEIGHTS = {"moves": MOVES_KL}
 
 
 def load(source, config):
-    """Items are those of chess; no label is needed. Each training position is there a second time, mirrored, so that a
-    run sees fewer of them twice."""
-    train, held_out = mating.beside(source, *positions.split(rewards.load_unfinished(source)))
-    return train + [(kind, texts.mirror(position)) for kind, position in train], held_out
+    """Items are those of chess; no label is needed."""
+    return mating.beside(source, *positions.split(rewards.load_unfinished(source)))
 
 
 def make_questions(items, count, rng, config):
