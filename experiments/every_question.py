@@ -3,6 +3,7 @@
     python -m experiments.seeds OUT --seeds 5 EVAL_EVERY=0    makes the runs, also with --task examples/mates.py
     python -m experiments.every_question OUT                  asks the start model and OUT/seed-N, 7 minutes for each
 
+Answers are greedy and at temperature 1, whatever the runs' TEMPERATURE; --tries 64 adds pass@1, 4, 16 and 64 of mates.
 The evaluation of a run asks for few whole answers and next states. A star marks the rows that changed beyond chance,
 corrected for their number (Holm). Three seeds are too few for that: in simulations in which nothing changed, up to a
 fifth of such tables had a star. Intervals hold for other seeds and other questions; those of a single run only for
@@ -20,6 +21,7 @@ from experiments.seeds import read, record
 from model import GPT
 from nanorook import hardware, tables
 from nanorook.run import finished
+from nanorook.settings import number
 from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
 from nanorook.task import load, load_items, make_questions, start_model
 
@@ -43,8 +45,13 @@ ROWS = {
 }
 
 
-def ask(source, task):
-    """{row: the values of its questions} of a model. Changes the task's settings."""
+def wanted(task, tries):
+    return ROWS[task] + [f"mates mate pass@{k}" for k in (1, 4, 16, 64) if k <= tries]
+
+
+def ask(source, task, tries=0):
+    """{row: the values of its questions} of a model, with `tries` answers to each mate for pass@k. Changes the task's
+    settings."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     model, found = GPT.load(source).to(device).set_compute_dtype(dtype), {}
     _, held_out = load_items(train.task, train.DATA, model.config)
@@ -54,10 +61,13 @@ def ask(source, task):
         count = len(held_out) - mates * (kinds != "moves and mates")
         questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
         found |= {name: values for name, (_, _, values) in train.evaluate(model, questions)[0].items()}
+        if tries and kinds == "moves and mates":
+            skill, _ = train.evaluate(model, [q for q in questions if q.kind == "mates"], tries)
+            found |= {name: values for name, (_, _, values) in skill.items() if "pass@" in name}
     for heat in (0, 1) if "environment" in KINDS[task] else ():
         state, illegal = (found[f"environment next_state{what} T={heat}"] for what in ("", "_illegal"))
         found[f"environment next_state_legal T={heat}"] = [x if i is None else None for x, i in zip(state, illegal)]
-    return {name: found[name] for name in ROWS[task]}
+    return {name: found[name] for name in wanted(task, tries)}
 
 
 def rows(start, runs):
@@ -80,7 +90,9 @@ def rows(start, runs):
 def main():
     p = argparse.ArgumentParser("python -m experiments.every_question", description=__doc__.split("\n")[0])
     p.add_argument("out", type=Path, help="the folder of experiments.seeds")
-    out = p.parse_args().out
+    p.add_argument("--tries", type=number(int, 0), default=0, help="answers to each mate, for pass@k (default: none)")
+    a = p.parse_args()
+    out = a.out
     made = [folder for folder in sorted(out.glob("seed-*")) if finished(folder)]
     if not made:
         p.error(f"{out} has no finished run seed-N; make some with experiments.seeds.")
@@ -91,15 +103,16 @@ def main():
                     "the embedded model and data.")  # fmt: skip
     train.task = load(task)
     file = out / "asked.json"
-    found = read(file) if file.exists() else {}
+    found, names = read(file) if file.exists() else {}, wanted(task, a.tries)
     models = {"start": start_model(train.task)}
     models |= {folder.name: str(folder / "model") for folder in made}
-    for name, source in models.items():
-        if name not in found:
+    for model, source in models.items():
+        if not {*names} <= found.get(model, {}).keys():
             print(f"asking {source}", flush=True)
-            found[name] = ask(source, task)
+            found[model] = ask(source, task, a.tries)
             record(file, found)
-    table = rows(found["start"], [found[name] for name in models if name != "start"])
+    start, *runs = ({name: found[model][name] for name in names} for model in models)
+    table = rows(start, runs)
     record(out / "every_question.json", {"rows": table})
     print(tables.table(table, markdown=True))
 

@@ -214,8 +214,9 @@ def test_every_held_out_position_is_asked_in_every_kind(monkeypatch):
     for legal, illegal in zip(*(figures[f"environment next_state_{move} T=0"] for move in ("legal", "illegal"))):
         assert (legal is None) != (illegal is None)
     monkeypatch.setattr(train, "task", mates)
-    figures = every_question.ask(mates.start_model(), "examples/mates.py")
-    assert [*figures] == every_question.ROWS["examples/mates.py"]
+    figures = every_question.ask(mates.start_model(), "examples/mates.py", tries=4)
+    assert [*figures] == [*every_question.ROWS["examples/mates.py"], "mates mate pass@1", "mates mate pass@4"]
+    assert len(figures["mates mate pass@4"]) == 3
     assert len(figures["mates mate T=0"]) == 3 and len(figures["moves legal T=0"]) == 6
 
 
@@ -251,7 +252,7 @@ def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, mon
     better = start | {"mates mate T=0": [1.0] * 60, "mates legal T=1": [1.0, 1.0] + [0.0] * 58}
     asked = []
     monkeypatch.setattr(
-        every_question, "ask", lambda source, task: asked.append(source) or (better if asked[1:] else start)
+        every_question, "ask", lambda source, *_: asked.append(source) or (better if asked[1:] else start)
     )
     monkeypatch.setattr("sys.argv", ["every_question", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -272,4 +273,9 @@ def test_a_row_changed_if_all_rows_together_leave_little_to_chance(tmp_path, mon
         assert "| mates legal T=1 | 0.0 | 3.3 | +3.3 ± 6.7 |" in table
     assert asked == [train.task.start_model(), *(str(tmp_path / f"seed-{n}" / "model") for n in "01")]
     assert seeds.read(tmp_path / "every_question.json")["rows"][1][1:3] == ["0.0", "100.0"]
+    start, better = (some | {"mates mate pass@1": [0.5] * 60} for some in (start, better))
+    asked.clear()
+    monkeypatch.setattr("sys.argv", ["every_question", str(tmp_path), "--tries", "1"])
+    every_question.main()  # asks again, as figures are missing
+    assert len(asked) == 3 and "| mates mate pass@1 | 50.0 " in re.sub(" +", " ", capsys.readouterr().out)
     assert every_question.rows(start, [better])[1][3] == "+100.0 ± 6.0 *"  # of one run, for other questions
