@@ -36,8 +36,7 @@ RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a posit
 
 DEFAULTS = {"KL_COEF": 0.2, "WARMUP_STEPS": 25}
 KL_WEIGHTS = {"mates": MATES_KL}
-LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV}
-LIMITS |= {"moves": 6, "mates": 6}  # four characters, perhaps the piece of a promotion, the space that ends them
+LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV, "moves": 6, "mates": 6}  # moves: "e7e8q "
 ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, next states after illegal moves mostly got worse
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in eleven
 
@@ -54,17 +53,12 @@ def load(source, config):
 
 
 def load_positions(source):
-    found = load_unfinished(source)
+    found = positions.load_unfinished(source)
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
         parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves earn nothing there: "
                      "install Stockfish, or label them with rook.label.")  # fmt: skip
     return positions.split(found)
-
-
-def load_unfinished(source):
-    """The positions with a legal move; those with labels need not be checked."""
-    return [p for p in positions.load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
 
 
 def make_questions(items, count, rng, config):

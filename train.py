@@ -297,11 +297,8 @@ def start():
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
     first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # only to find the task's mistakes
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
-    if len(set(parallel.gather([str([question.prompt for question in questions])]))) > 1:
-        fail("the task's make_questions asked other questions in another process; do not let it draw from a set.")
     planned = min(parallel.gather([plan_memory(model, questions)]))
-    if MICROBATCH_TOKENS or not run.microbatch:  # a resumed run keeps its own, as free memory may have changed
-        run.microbatch = planned
+    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
     parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
     parallel.log(sizes.in_words(SIZE_DEFAULTS))
     if lead and FRESH:  # only once model and data are known to be good

@@ -36,7 +36,7 @@ KL_WEIGHTS = {"moves": MOVES_KL}
 
 def load(source, config):
     """Items are those of chess; no label is needed."""
-    return mating.beside(source, *positions.split(rewards.load_unfinished(source)))
+    return mating.beside(source, *positions.split(positions.load_unfinished(source)))
 
 
 def make_questions(items, count, rng, config):

@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
+from nanorook import parallel
 from nanorook.settings import ROOT, fail
 from nanorook.tokenizer import Special
 
@@ -170,6 +171,8 @@ def first_questions(task, items, count, rng, config):
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
             fail(f"the truth of {prompt_text(question.prompt)!r:.60} must be something that fits into JSON ({error}).")
+    if len(set(parallel.gather([str([question.prompt for question in questions])]))) > 1:
+        fail("the task's make_questions asked other questions in another process; do not let it draw from a set.")
     return questions
 
 

@@ -26,7 +26,7 @@ from nanorook.tables import table
 from rollout import sample
 from rook import stockfish
 from rook.label import require
-from rook.positions import Position, distinct, is_sound, split
+from rook.positions import Position, distinct, is_sound, load_unfinished, split
 
 START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
@@ -134,7 +134,7 @@ def main():
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
     device, dtype = hardware.prepare()
     model = GPT.load(a.model).to(device).inference_copy(dtype)
-    held = a.start == "held-out" and openings(split(rewards.load_unfinished(a.data))[1], a.games)
+    held = a.start == "held-out" and openings(split(load_unfinished(a.data))[1], a.games)
     if held == []:
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     columns, pgn = [], ""

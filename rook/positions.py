@@ -261,6 +261,11 @@ def load(source):
     return distinct(positions)
 
 
+def load_unfinished(source):
+    """The positions with a legal move; those with labels need not be checked."""
+    return [p for p in load(source) if p.moves or any(chess.Board(p.fen).legal_moves)]
+
+
 # ---- Moves -------------------------------------------------------------------------------------------------
 
 SPECIAL = {  # moves that are asked about more often than games have them: where there are any, with this probability

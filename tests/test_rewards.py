@@ -400,4 +400,4 @@ def test_a_game_that_is_over_is_no_question(tmp_path):
     (file := tmp_path / "positions.txt").write_text(
         f"rnb1kbnr/pppp1ppp/8/4p3/6Pq/5P2/PPPPP2P/RNBQKBNR w KQkq - 1 3\n{START}"
     )
-    assert [position.fen for position in rewards.load_unfinished(file)] == [START]
+    assert [position.fen for position in rewards.positions.load_unfinished(file)] == [START]
