@@ -346,8 +346,7 @@ def main():
         # What happened
         run.step += 1
         metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
-        seconds = [later - earlier for earlier, later in zip(clock, clock[1:])]
-        metrics["seconds"] = dict(zip(("sampling", "grading", "update"), seconds))
+        metrics["seconds"] = {name: b - a for name, a, b in zip(("sampling", "grading", "update"), clock, clock[1:])}
         if lead:
             metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
             past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
