@@ -158,7 +158,8 @@ def make_questions(task, items, count, rng, config):
 
 
 def first_questions(task, items, count, rng, config):
-    """As make_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON."""
+    """As make_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON, and
+    all processes ask the same."""
     try:
         before = pickle.dumps(items)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

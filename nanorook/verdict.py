@@ -117,13 +117,11 @@ def in_words(names, first, last, gains, most=3):
 def collapse(rows, skill, kinds):
     """(kind, its highest mean reward, when, the last) if less than half is left of a reward that was once earned,
     beyond chance; None if no kind has lost so much."""
-    ends = {"before": 0, "after": rows[-1]["step"]}  # all other evaluations are named "step N"
     for kind in kinds:
         parts = [rows[i : i + WINDOW] for i in range(0, len(rows) - WINDOW + 1, WINDOW)]
         trained = [(f"around step {part[-1]['step']}", [row.get(f"{kind}/reward") for row in part]) for part in parts]
         asked = [(when_asked(title), values)
-                 for title, skills in sorted(skill.items(), key=lambda item: int(ends.get(item[0], item[0][5:])))
-                 for name, (_, _, values) in skills.items()
+                 for title, skills in skill.items() for name, (_, _, values) in skills.items()
                  if name.startswith(f"{kind} reward T=") and not name.endswith("T=0")]  # fmt: skip
         for seen in trained, asked:  # each by itself, as held-out questions may always have earned less
             seen = [(when, *interval(known(values))) for when, values in seen if known(values)]

@@ -34,9 +34,8 @@ def questions_about(task, text, data, seed, config):
     if text and hasattr(task, "question"):
         return task_file.checked(task, [task.question(text, config)])
     _, held_out = task_file.load_items(task, data, config)
-    if not held_out:
-        fail(f"DATA={data} has no held-out items; provide more.")
-    own = task_file.make_questions(task, held_out, min(HELD_OUT, len(held_out)), random.Random(seed), config)
+    count = min(HELD_OUT, len(held_out)) or fail(f"DATA={data} has no held-out items; provide more.")
+    own = task_file.make_questions(task, held_out, count, random.Random(seed), config)
     return [own[0]._replace(prompt=text, truth=None)] if text else own
 
 
