@@ -209,11 +209,18 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, dtype, to
     def count(B, G=8, P=60, T=40):
         prompts = torch.ones(B, P, dtype=torch.long)
         tokens = torch.arange(B * G * T).view(-1, T) % model.config.vocab_size  # no answer twice
-        batch, found = Batch(prompts, torch.full((B,), P), tokens, tokens >= 0, None, None), {}
-        pack = lambda x: found.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x.detach()  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        batch, kept = Batch(prompts, torch.full((B,), P), tokens, tokens >= 0, None, None), []
+
+        def keep(x):
+            x = x.detach()
+            kept.append(weakref.ref(x))  # what the graph drops is not counted, nor is its address mistaken for another's
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             result = train.forward(model, batch, 1.0)
-        return sum(found.values()), B * (P + G * T), result
+        storages = [x.untyped_storage() for x in (reference() for reference in kept) if x is not None]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(sizes.values()), B * (P + G * T), result
 
     (one, fewer, _), (two, more, _) = count(1), count(2)
     expected = hardware.bytes_of_a_token(model, 100) - 2 * dtype.itemsize * model.config.vocab_size
