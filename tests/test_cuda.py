@@ -213,7 +213,7 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, dtype, to
 
         def keep(x):
             x = x.detach()
-            kept.append(weakref.ref(x))  # what the graph drops is not counted, nor is its address mistaken for another's
+            kept.append(weakref.ref(x))  # not x: it would keep what the graph frees, and a bare address may be reused
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
