@@ -210,8 +210,9 @@ def test_unused_tokens_share_a_row_as_if_the_softmax_had_all_of_them(run, few, g
     (full[range(len(targets)), targets].sum() + full[:, unused].logsumexp(-1).sum()).backward()
     (shared[range(len(targets)), row_of[targets]].sum() + shared[:, -1].sum()).backward()
     gradient = all_rows.wte.weight.grad
-    torch.testing.assert_close(model.wte.weight.grad[:-1], gradient[~unused], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(model.wte.weight.grad[-1], gradient[unused].sum(0), rtol=1e-3, atol=1e-3)
+    near = {"rtol": 1e-3, "atol": 5e-4 * gradient.abs().max().item()}
+    torch.testing.assert_close(model.wte.weight.grad[:-1], gradient[~unused], **near)
+    torch.testing.assert_close(model.wte.weight.grad[-1], gradient[unused].sum(0), **near)
     for name, weight in pretrain.with_rows(model, row_of).state_dict().items():
         assert torch.equal(weight, all_rows.state_dict()[name])
     all_rows.wte.weight.data[0] += 1  # of a model that was trained on other texts, too
