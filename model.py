@@ -4,6 +4,9 @@ There is no dropout, whatever config.json says: with it, policy and reference wo
 would be large before the first update. Training, prefill and decoding run the same layers, so sampling and training
 compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
 
+A prompt is split before its last token, see Prefix: all tokens but the last are shared by the rows of a group, and the
+last one is the first input of each row, as the model's output there predicts the first token of the answer.
+
 Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
 
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
@@ -47,12 +50,12 @@ class GPTConfig:
 
 @dataclass
 class Prefix:
-    """The part of a prompt that the rows of its group share: the keys and values of every token but the last. Each row
-    feeds that last token to the model itself, to predict its first new token. Here P counts only the shared tokens."""
+    """What the rows of a group share of their prompt: the keys and values of all its tokens but the last."""
 
-    layers: list  # for each layer its keys and values, both (B, H, P, D)
-    lengths: torch.Tensor  # (B,) tokens before the last one
-    bias: torch.Tensor  # (B, 1, 1, P) added to scores: 0 on a prompt's tokens, -inf on its padding
+    layers: list  # for each layer its keys and values, both (B, H, P - 1, D)
+    last_tokens: torch.Tensor  # (B, 1) which each row feeds to the model itself, to predict its first new token
+    lengths: torch.Tensor  # (B,) tokens of each prompt, without its last one
+    bias: torch.Tensor  # (B, 1, 1, P - 1) added to attention scores: 0 on a prompt's tokens, -inf on its padding
 
 
 class Linear(nn.Linear):
@@ -64,8 +67,9 @@ class Linear(nn.Linear):
         pass  # GPT initialises all weights
 
     def forward(self, x):
+        weight = self.weight.to(self.dtype)
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
+        return F.linear(x.to(self.dtype), weight, bias)
 
 
 class Attention(nn.Module):
@@ -76,17 +80,23 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, layer, attend):
-        (N, S, C), H = x.shape, self.n_head
-        q, k, v = self.c_attn(x).view(N, S, 3, H, C // H).permute(2, 0, 3, 1, 4)  # (N, H, S, D)
-        return self.c_proj(attend(layer, q, k, v).transpose(1, 2).reshape(N, S, C))
+        N, S, C = x.shape
+        D = C // self.n_head
+        qkv = self.c_attn(x).view(N, S, 3, self.n_head, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (N, H, S, D)
+        heads = attend(layer, q, k, v)  # (N, H, S, D)
+        return self.c_proj(heads.transpose(1, 2).reshape(N, S, C))
 
 
 def causal_attention(layer, q, k, v):
     """Attention of each token (N, H, S, D) to itself and those before it; keys may have fewer heads, see grouped()."""
-    # On a CPU this kernel's backward takes longer in bf16 than in fp32.
-    wide = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
-    q_k_v = (x.to(wide) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*q_k_v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1]).to(q.dtype)
+    dtype = q.dtype
+    fewer_keys = k.shape[1] < q.shape[1]
+    if not q.is_cuda:  # on a CPU this kernel's backward takes longer in bf16 than in fp32
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer_keys)
+    return heads.to(dtype)
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
@@ -97,21 +107,28 @@ def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     query heads share the keys of one head (Ainslie et al., 2023); R = 1 in GPT-2.
     """
     B, H, G, K, D = k.shape
+    R = q.shape[1] // H
     queries = grouped(q, B, H).to(k.dtype) * D**-0.5  # (B, H, G, R·S, D)
-    to_prompt = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
-    to_prompt += prompt_bias.to(to_prompt.dtype)
-    to_own = queries @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
-    to_own += bias.to(to_own.dtype).expand(q.shape[1] // H, -1, -1).flatten(0, 1)  # (R·S, K)
-    weights = torch.cat([to_prompt.unflatten(2, (G, -1)), to_own], -1).softmax(-1)
-    to_prompt, to_own = weights.split([prompt_k.shape[2], K], -1)
-    heads = (to_prompt.flatten(2, 3) @ prompt_v).unflatten(2, (G, -1)) + to_own @ v  # (B, H, G, R·S, D)
+
+    prompt_scores = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
+    prompt_scores += prompt_bias.to(prompt_scores.dtype)
+    prompt_scores = prompt_scores.unflatten(2, (G, -1))  # (B, H, G, R·S, P)
+    own_scores = queries @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
+    bias = bias.to(own_scores.dtype).expand(R, -1, -1)  # (R, S, K)
+    own_scores += bias.flatten(0, 1)  # (R·S, K)
+
+    weights = torch.cat([prompt_scores, own_scores], -1).softmax(-1)  # over prompt and own keys together
+    prompt_weights, own_weights = weights.split([prompt_k.shape[2], K], -1)
+    from_prompt = prompt_weights.flatten(2, 3) @ prompt_v  # (B, H, G·R·S, D)
+    heads = from_prompt.unflatten(2, (G, -1)) + own_weights @ v  # (B, H, G, R·S, D)
     return heads.transpose(1, 2).reshape(q.shape)
 
 
 def grouped(x, B, H):
     """Rows (N, H·R, S, D) as the G rows of B groups (B, H, G, R·S, D)."""
-    x = x.unflatten(0, (B, -1)).unflatten(2, (H, -1)).transpose(1, 2)  # (B, H, G, R, S, D)
-    return x.flatten(3, 4).contiguous()  # once; otherwise every matmul copies
+    x = x.unflatten(0, (B, -1))  # (B, G, H·R, S, D)
+    x = x.unflatten(2, (H, -1)).transpose(1, 2)  # (B, H, G, R, S, D)
+    return x.flatten(3, 4).contiguous()  # one copy here; otherwise every product would make its own
 
 
 class Block(nn.Module):
@@ -125,12 +142,18 @@ class Block(nn.Module):
 
     def forward(self, x, layer, attend):
         x = x + self.attn(self.ln_1(x), layer, attend)
-        y = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")  # gelu_new
-        return x + self.mlp["c_proj"](y)
+        hidden = self.mlp["c_fc"](self.ln_2(x))  # (N, S, 4·C)
+        hidden = F.gelu(hidden, approximate="tanh")  # gelu_new
+        return x + self.mlp["c_proj"](hidden)
 
 
 def transposed(weights):
-    return {name: p.t() if name.endswith(TRANSPOSED) and p.ndim == 2 else p for name, p in weights.items()}
+    """The tensors, with GPT-2's Conv1D matrices turned into those of nn.Linear, or back."""
+    result = {}
+    for name, p in weights.items():
+        is_conv1d = name.endswith(TRANSPOSED) and p.ndim == 2
+        result[name] = p.t() if is_conv1d else p
+    return result
 
 
 class GPT(nn.Module):
@@ -147,13 +170,18 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
         self.register_buffer("unembedding", None, persistent=False)  # inference copies only, see head()
-        for name, p in self.named_parameters():  # GPT-2's initialisation
-            if p.is_meta:
-                continue  # load() fills it; normal_ on meta tensors would import much of torch, which takes two seconds
+        if not self.wte.weight.is_meta:  # load() fills tensors on the meta device
+            self.initialise()
+
+    def initialise(self):
+        """GPT-2's initial weights."""
+        smaller = 0.02 / math.sqrt(2 * self.config.n_layer)  # of matrices that add to the residual stream
+        for name, p in self.named_parameters():
+            is_norm = ".ln_" in name or name.startswith("ln_")
             if name.endswith("bias"):
                 nn.init.zeros_(p)
-            elif ".ln_" not in name and not name.startswith("ln_"):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if "c_proj" in name else 0.02)
+            elif not is_norm:
+                nn.init.normal_(p, std=smaller if "c_proj" in name else 0.02)
 
     # Four ways through the trunk. They differ in what a token attends to: `attend(layer, q, k, v)` returns the outputs
     # of the heads, which have q's shape, (N, H, S, D).
@@ -163,59 +191,74 @@ class GPT(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.trunk(tokens, positions, causal_attention))
 
-    def prefill(self, tokens, lengths):
-        """Keys and values of B prompts without their last tokens: tokens (B, P) padded on the right, lengths (B,).
-        Gradients flow through it. Padding follows a prompt, so causal attention keeps it out of the prompt's keys."""
-        tokens, layers = tokens[:, :-1], {}
+    def prefill(self, prompts, lengths):
+        """The Prefix of B prompts: `prompts` (B, P) padded on the right, their lengths (B,). Gradients flow through it.
+        Padding follows a prompt, so causal attention keeps it out of the prompt's keys."""
+        tokens = prompts[:, :-1]  # (B, P - 1)
+        last_tokens = prompts.gather(1, lengths[:, None] - 1)  # (B, 1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        layers = {}
 
-        def attend(layer, q, k, v):
+        def attend_and_keep(layer, q, k, v):
             layers[layer] = k, v
             return causal_attention(layer, q, k, v)
 
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        self.trunk(tokens, positions, attend)
-        bias = torch.where(positions < lengths[:, None] - 1, 0.0, -math.inf)[:, None, None]  # (B, 1, 1, P - 1)
-        return Prefix([*layers.values()], lengths - 1, bias)
+        self.trunk(tokens, positions, attend_and_keep)
+        is_prompt = positions < lengths[:, None] - 1  # (B, P - 1)
+        bias = torch.where(is_prompt, 0.0, -math.inf)[:, None, None]  # (B, 1, 1, P - 1)
+        return Prefix([*layers.values()], last_tokens, lengths - 1, bias)
 
-    def score(self, tokens, lengths, completions):
+    def score(self, prompts, lengths, completions):
         """Training: hidden states (N, T, C), from which head() makes the logits of each token of `completions` (N, T),
-        whose groups share the prompts `tokens` (B, P)."""
-        (N, T), B, device = completions.shape, len(tokens), tokens.device
-        prefix = self.prefill(tokens, lengths)
+        whose groups share the prompts (B, P)."""
+        (N, T), B, device = completions.shape, len(prompts), prompts.device
+        prefix = self.prefill(prompts, lengths)
         bias = torch.full((T, T), -math.inf, device=device).triu_(1)  # keys that follow their query are not seen
 
-        def attend(layer, q, k, v):
-            own = (grouped(x, B, x.shape[1]) for x in (k, v))
-            return shared_attention(q, *own, bias, *prefix.layers[layer], prefix.bias)
+        def attend_to_prompt_and_row(layer, q, k, v):
+            own_k, own_v = grouped(k, B, k.shape[1]), grouped(v, B, v.shape[1])
+            return shared_attention(q, own_k, own_v, bias, *prefix.layers[layer], prefix.bias)
 
-        last = tokens.gather(1, lengths[:, None] - 1).repeat_interleave(N // B, 0)  # (N, 1)
-        inputs = torch.cat([last, completions[:, :-1]], 1)
-        return self.trunk(inputs, self.position_ids(prefix, N, torch.arange(T, device=device)), attend)
+        first_inputs = prefix.last_tokens.repeat_interleave(N // B, 0)  # (N, 1)
+        inputs = torch.cat([first_inputs, completions[:, :-1]], 1)  # (N, T)
+        positions = self.position_ids(prefix, N, torch.arange(T, device=device))
+        return self.trunk(inputs, positions, attend_to_prompt_and_row)
 
     def decode(self, tokens, prefix, cache, t):
         """Logits (N, V) after the newest token of each row, `tokens` (N, 1). Its keys and values go into slot t, a
         tensor (1,), of the cache, which has those of each layer as grouped() lays them out."""
-        B, slots = len(prefix.lengths), torch.arange(cache[0][0].shape[3], device=tokens.device)
-        bias = torch.where(slots[None] <= t, 0.0, -math.inf)  # what is not written yet must not be seen
+        B = len(prefix.lengths)
+        count = cache[0][0].shape[3]
+        slots = torch.arange(count, device=tokens.device)
+        bias = torch.where(slots[None] <= t, 0.0, -math.inf)  # slots that are not written yet must not be seen
 
-        def attend(layer, q, *own):
-            for cached, new in zip(cache[layer], own):
-                cached.index_copy_(3, t, grouped(new, B, new.shape[1]).to(cached.dtype))
+        def attend_to_prompt_and_cache(layer, q, k, v):
+            for cached, new in zip(cache[layer], (k, v)):
+                new = grouped(new, B, new.shape[1]).to(cached.dtype)
+                cached.index_copy_(3, t, new)
             return shared_attention(q, *cache[layer], bias, *prefix.layers[layer], prefix.bias)
 
-        return self.head(self.trunk(tokens, self.position_ids(prefix, len(tokens), t), attend))[:, 0]
+        positions = self.position_ids(prefix, len(tokens), t)
+        return self.head(self.trunk(tokens, positions, attend_to_prompt_and_cache))[:, 0]
 
     def position_ids(self, prefix, N, t):
-        """Positions (N, T) of inputs `t`, counted from a prompt's last token. A row beyond n_positions has ended."""
-        lengths = prefix.lengths.repeat_interleave(N // len(prefix.lengths))[:, None]
-        return (lengths + t).clamp(max=self.config.n_positions - 1)
+        """Positions (N, T) of the inputs `t` of each row, of which number 0 is its prompt's last token. A row beyond
+        n_positions has ended."""
+        rows_of_a_prompt = N // len(prefix.lengths)
+        first = prefix.lengths.repeat_interleave(rows_of_a_prompt)[:, None]  # (N, 1)
+        return (first + t).clamp(max=self.config.n_positions - 1)
 
-    def trunk(self, tokens, positions, attend):  # (N, S, C)
-        return self.ln_f(self.blocks(self.wte(tokens) + self.wpe(positions), attend))
+    def trunk(self, tokens, positions, attend):
+        """Hidden states (N, S, C) of `tokens` (N, S), which stand at `positions` (S,) or (N, S)."""
+        x = self.wte(tokens) + self.wpe(positions)
+        return self.ln_f(self.blocks(x, attend))
 
     def blocks(self, x, attend):
         for layer, block in enumerate(self.h):
-            x = recomputed(block, x, layer, attend) if self.recompute else block(x, layer, attend)
+            if self.recompute:
+                x = recomputed(block, x, layer, attend)
+            else:
+                x = block(x, layer, attend)
         return x
 
     head_weight = property(lambda self: self.wte.weight)  # (V, C)
@@ -273,22 +316,31 @@ class GPT(nn.Module):
 
     def write_config(self):
         """A model that is no longer GPT-2 says so, so that transformers does not load it as GPT-2."""
-        content, name, kind = self.config.extra | asdict(self.config), "GPT2LMHeadModel", "gpt2"
-        if type(self) is not GPT or len(self.state_dict()) != 12 * self.config.n_layer + 4:
-            name, kind = type(self).__name__, "nanorook" if type(self) is GPT else type(self).__name__.lower()
-        content |= dict(architectures=[name], model_type=kind, activation_function="gelu_new")
-        content |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=self.config.eos_token_id)
+        has_gpt2s_tensors = len(self.state_dict()) == 12 * self.config.n_layer + 4
+        if type(self) is not GPT:
+            name, model_type = type(self).__name__, type(self).__name__.lower()
+        elif has_gpt2s_tensors:
+            name, model_type = "GPT2LMHeadModel", "gpt2"
+        else:
+            name, model_type = "GPT", "nanorook"
+        content = self.config.extra | asdict(self.config)
         del content["extra"]
+        content |= dict(architectures=[name], model_type=model_type, activation_function="gelu_new")
+        content |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        content["bos_token_id"] = self.config.eos_token_id
         return content
 
     def from_file(self, weights):
         """The tensors under the names of this file, without the causal masks that old versions stored."""
-        kept = {name: p for name, p in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
-        found = {name.removeprefix("transformer."): p for name, p in transposed(kept).items()}
-        if len(found) < len(kept):
-            twice = next(name for name in kept if f"transformer.{name}" in kept)
-            fail(f"the weights have {twice} twice, with the prefix transformer. and without; remove one of them.")
-        return found
+        result = {}
+        for name, p in transposed(weights).items():
+            if name.endswith((".attn.bias", ".attn.masked_bias")):
+                continue
+            short = name.removeprefix("transformer.")
+            if short in result:
+                fail(f"the weights have {short} twice, with the prefix transformer. and without; remove one of them.")
+            result[short] = p
+        return result
 
     def to_file(self, weights):
         return {f"transformer.{name}": p for name, p in transposed(weights).items()}
@@ -319,8 +371,14 @@ class GPT(nn.Module):
 
     def save(self, path, dtype=torch.float32):
         """Writes a folder that transformers and vLLM can open."""
-        weights = {name: p.to("cpu", dtype).contiguous() for name, p in self.to_file(self.state_dict()).items()}
-        config = self.write_config() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        made = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
-        made |= {"model.safetensors": to_bytes(weights, metadata={"format": "pt"})}
-        files.write(path, made | (self.tokenizer.files if self.tokenizer else {}))
+        weights = self.to_file(self.state_dict())
+        weights = {name: p.to("cpu", dtype).contiguous() for name, p in weights.items()}
+        config = self.write_config()
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        content = {
+            "config.json": (json.dumps(config, indent=2) + "\n").encode(),
+            "model.safetensors": to_bytes(weights, metadata={"format": "pt"}),
+        }
+        if self.tokenizer:
+            content |= self.tokenizer.files
+        files.write(path, content)
