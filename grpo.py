@@ -97,34 +97,42 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
     With one update per batch, the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
     has the gradient of -A·log p. They differ only in how they average over tokens.
     """
-    mask, advantages = mask.bool(), advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for a whole answer
+    mask = mask.bool()
+    advantages = advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for a whole answer
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
     too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
     if loss == "cispo":
-        objective = ratio.detach().clamp(max=1 + clip_high) * advantages * logprobs
-        clipped_low, clipped_high = torch.zeros_like(mask), too_high & (advantages != 0)
+        weight = ratio.detach().clamp(max=1 + clip_high)
+        objective = weight * advantages * logprobs
+        clipped_low = torch.zeros_like(mask)
+        clipped_high = too_high & (advantages != 0)
     else:
-        objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-        clipped_low, clipped_high = too_low & (advantages < 0), too_high & (advantages > 0)
+        clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+        objective = torch.min(ratio * advantages, clipped_ratio * advantages)
+        clipped_low = too_low & (advantages < 0)
+        clipped_high = too_high & (advantages > 0)
     if weights is not None:
         objective = objective * torch.where(mask, weights, 0)
 
-    stats = {
+    sums = {
         "tokens": mask.sum().float(),
         "ratio_gap": torch.where(mask, ratio.detach() - 1, 0).abs().sum(),
         "clip_low": (clipped_low & mask).sum().float(),  # tokens whose gradient the clip has changed
         "clip_high": (clipped_high & mask).sum().float(),
     }
-    return aggregate(-objective, mask, loss, normalizer), stats
+    return aggregate(-objective, mask, loss, normalizer), sums
 
 
 def loss_normalizer(mask, loss, max_completion_tokens):
     """The divisor of a sum over these rows. Like gradients, it adds up over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
-    divisors = {"grpo": rows, "dr_grpo": rows * max_completion_tokens}
-    return divisors.get(loss, mask.sum())  # the other losses are means over tokens
+    if loss == "grpo":
+        return rows
+    if loss == "dr_grpo":
+        return rows * max_completion_tokens
+    return mask.sum()  # the other losses are means over tokens
 
 
 def aggregate(per_token, mask, loss, normalizer):
@@ -165,30 +173,38 @@ def kl(logprobs, ref_logprobs, mask, estimator):
 
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
+MOST_LOGITS = 2**28  # numbers; more than these are never made at once
 
-def logprobs_and_entropy(states, tokens, temperature=1.0, head=None, V=0):
+
+def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
     """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T) in fp32. `head` makes
-    the logits (N, T, V) of `states` (N, T, C); without a head, `states` are the logits.
+    the logits (N, T, V) of the hidden states (N, T, C). The entropy has no gradient: it is a metric.
 
-    The entropy has no gradient: it is a metric. Logits are the largest tensors of all: their fp32 copies exist for a
-    few rows at a time, and so do logits beyond 2^28 numbers; the backward pass computes both again."""
-    if head and tokens.numel() * V <= 2**28:
-        states, head = head(states), None  # (N, T, V)
-    V = V if head else states.shape[2]
+    Logits are the largest tensors of all. Their fp32 copies exist for a few rows at a time, and so do the logits
+    themselves beyond MOST_LOGITS; the backward pass computes both again."""
+    at_once = tokens.numel() * V <= MOST_LOGITS
+    inputs = head(hidden) if at_once else hidden
 
-    def of_rows(states, tokens):
-        logits = head(states) if head else states
+    def of_rows(inputs, tokens):
+        logits = inputs if at_once else head(inputs)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
         logp = (logits / temperature).log_softmax(-1)
         entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
         return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
-    # Large parts on CUDA; on a CPU parts that fit its caches, but larger ones where each adds to the head's gradient.
-    most_logits = 2**27 if states.is_cuda else 2**25 if head else 2**22
-    rows = max(1, most_logits // max(1, tokens.shape[1] * V))
-    parts = zip(states.split(rows), tokens.split(rows))
-    parts = [checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return tuple(torch.cat(part) for part in zip(*parts))
+    if hidden.is_cuda:
+        logits_in_a_part = 2**27
+    elif at_once:
+        logits_in_a_part = 2**22  # they fit the caches of a CPU
+    else:
+        logits_in_a_part = 2**25  # more, as each part adds to the head's gradient
+    rows = max(1, logits_in_a_part // max(1, tokens.shape[1] * V))
+    logprobs, entropies = [], []
+    for part in zip(inputs.split(rows), tokens.split(rows)):
+        logp, entropy = checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(logp)
+        entropies.append(entropy)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # ---- Schedules ---------------------------------------------------------------------------------------------
@@ -199,4 +215,8 @@ def schedule(step, steps, warmup, kind):
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
+    if kind == "linear":
+        return 1 - done
+    if kind == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    return 1.0

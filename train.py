@@ -1,4 +1,4 @@
-"""GRPO for a language model with a verifier, from top to bottom: settings, one step, evaluation, the loop.
+"""GRPO for a language model with a verifier, in the order in which it runs: settings, the loop, and what the loop calls.
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
 STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
@@ -96,32 +96,203 @@ SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run t
 EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, those of a step if they are more
 
 
-# ---- One step ----------------------------------------------------------------------------------------------
+# ---- The loop ----------------------------------------------------------------------------------------------
 
 
-def add_advantages(batch, answers, group_size, credit, step=0):
-    """The batch with the advantage of each token (N, T), and with the weight of each row's KL (N,). `step` determines the
-    permutations of CONTROL=shuffle and the k of BEST_OF_SCHEDULE."""
-    pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
-    values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
-    if CONTROL == "shuffle":  # each answer gets those of a random one in its group
-        values = values[shuffled(answers, group_size, f"{SEED}/{step}/")]
-    best_of = math.ceil(round(BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE), 9))
-    by_piece = grpo.advantages(values, group_size, SCALE_REWARDS, best_of)  # (N, K)
+def main():
+    run, model, reference, optimizers, items, eval_questions = start()
+    is_lead = parallel.rank() == 0
+    sampler = model.inference_copy(model.dtype)
+    past = monitor.open_log(run, model, eval_questions) if is_lead else []  # metrics of the steps so far
+    if is_lead and REPORT_TO != "none":
+        run.report = loggers.connect(REPORT_TO, run)
+    if not run.skill:
+        evaluate_and_record(run, model, eval_questions, "before")
+    eval_steps = range(EVAL_EVERY, STEPS, EVAL_EVERY) if EVAL_EVERY else []  # between "before" and "after"
+    signals = catch_signals()  # receives those that arrive from now on
+    stopping = []  # those that any process has received
+    while run.step < STEPS and not stopping:
+        step = run.step
+        started = time.perf_counter()
+
+        # Questions, and answers to them by the weights as they are now
+        questions, noise = draw_questions(items, step, model.config)
+        sampler.sync_from(model)
+        rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
+        sampled = time.perf_counter()
+
+        # Rewards, and advantages within each group
+        for rollout in rollouts:
+            rollout.answers = grade_answers(task, rollout.answers)
+            add_advantages(rollout, step)
+        answers = parallel.gather([answer for rollout in rollouts for answer in rollout.answers])  # of all processes
+        metrics = monitor.describe_answers(answers, GROUP_SIZE)
+        if step == 0:
+            fail_if(monitor.check_answers(metrics, task.LIMITS))
+        graded = time.perf_counter()
+
+        # Loss, gradient, guard, optimizer
+        snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
+        factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
+        set_learning_rates(optimizers, factor)
+        metrics |= update(model, reference, optimizers, rollouts, run.microbatch, check=step == 0)
+        updated = time.perf_counter()
+
+        # What happened
+        run.step += 1
+        metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
+        metrics["seconds"] = {"sampling": sampled - started, "grading": graded - sampled, "update": updated - graded}
+        if is_lead:
+            past = log_step(run, past, metrics, eval_steps)
+
+        # Going back: after updates that could not be made, or that went too far from the reference
+        run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
+        too_far = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
+        if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
+            run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
+        elif snapshot and not metrics["skipped"]:
+            run.good = snapshot  # the weights before this update: now their answers and their KL are known to be sound
+
+        # Evaluation, checkpoint
+        if run.step in eval_steps:
+            evaluate_and_record(run, model, eval_questions, f"step {run.step}")
+        stopping = parallel.gather(signals)  # those that came during the evaluation, too
+        if is_lead and (run.step in eval_steps or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
+            run.save(model, optimizers)
+    finish(run, model, optimizers, eval_questions, stopping)
+
+
+# ---- Questions ---------------------------------------------------------------------------------------------
+
+
+def draw_questions(items, step, config):
+    """This process's share of the step's questions, and the noise for their answers."""
+    rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
+    questions = make_questions(task, items, BATCH_POSITIONS, rng, config)
+    noise = sampling_noise(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
+    return questions[my_share()], noise[my_share()]
+
+
+def my_share():
+    """Of a list of which each process takes every W-th element."""
+    return slice(parallel.rank(), None, parallel.world())
+
+
+def sampling_noise(count, group_size, seed):
+    """Uniform numbers (count, G, T), which alone decide what is sampled: not how many processes there are, or whether
+    the run was interrupted. Each process draws the numbers of all questions, and uses those of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, group_size, max(task.LIMITS.values()), generator=generator)
+
+
+# ---- Advantages --------------------------------------------------------------------------------------------
+
+
+def add_advantages(rollout, step=0):
+    """Adds the advantage of each token (N, T), and the weight of each row's KL (N,)."""
+    answers, device = rollout.answers, rollout.completions.device
+    if CREDIT == "piece":
+        pieces = [answer.grade.pieces for answer in answers]
+    else:
+        pieces = [[("reward", answer.grade.reward)] for answer in answers]
+    ends = [answer.ends for answer in answers]
+    values, piece_mask = grpo.credit(pieces, ends, rollout.completions.shape[1])  # (N, K), (N, T, K)
+    if CONTROL == "shuffle":  # each answer gets the values of a random one in its group
+        values = values[shuffled(answers, rollout.group_size, f"{SEED}/{step}/")]
+    by_piece = grpo.advantages(values, rollout.group_size, SCALE_REWARDS, best_of_at(step))  # (N, K)
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
-    kl_weights = torch.tensor([getattr(task, "KL_WEIGHTS", {}).get(a.question.kind, 1.0) for a in answers])
-    device = batch.tokens.device
-    return batch._replace(advantages=advantages.to(device), kl_weights=kl_weights.to(device))
+    kl_weights = [KL_WEIGHTS.get(answer.question.kind, 1.0) for answer in answers]
+    rollout.advantages = advantages.to(device)
+    rollout.kl_weights = torch.tensor(kl_weights, device=device)
 
 
-def forward(model, batch, temperature):
-    """Logprobs and entropies (N, T) of a batch's completions, under the distribution that they were sampled from."""
-    tokens, places = once(batch.tokens, len(batch.prompts))  # (B·R, T), (N,)
-    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, tokens)  # (B·R, T, C)
-    found = grpo.logprobs_and_entropy(states, tokens, temperature, model.head, model.config.vocab_size)
-    return [values[places] for values in found]
+def best_of_at(step):
+    """k, which BEST_OF_SCHEDULE may lower during the run."""
+    k = BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE)
+    return max(1, math.ceil(k - 1e-9))  # a product that is above a whole number by rounding alone is that number
+
+
+# ---- The update --------------------------------------------------------------------------------------------
+
+
+def set_learning_rates(optimizers, factor):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group["initial_lr"]
+
+
+def update(model, reference, optimizers, rollouts, most_tokens, check=False):
+    """Makes EPOCHS updates from the answers of a step, in microbatches of at most `most_tokens`; returns metrics. With
+    `check`, the run ends if sampler, policy and reference disagree, before any weight has changed."""
+    parts = [part for rollout in rollouts for part in microbatches(rollout, most_tokens, KL_COEF > 0)]
+    limit = max(task.LIMITS.values())
+    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part in parts))
+    epochs, skipped = [], 0
+    for _ in range(EPOCHS):
+        sums = {}  # over the tokens of all parts
+        for part in parts:
+            for name, value in backward(model, reference, part, normalizer).items():
+                sums[name] = sums.get(name, 0) + value
+        sums = {name: parallel.total(value) for name, value in sums.items()}
+        parallel.sum_gradients(model.parameters())
+        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        totals = as_numbers(sums)
+        epochs.append(totals)
+        if check and len(epochs) == 1:
+            fail_if(monitor.check_agreement(per_token(totals), model.dtype))
+
+        # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
+        if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
+            skipped += 1
+        elif totals["grad_norm"] > 0:  # without a gradient AdamW would still move by its momentum
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad(set_to_none=True)
+    is_broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+
+    # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
+    first, last = epochs[0], epochs[-1]
+    moved = per_token(last)
+    metrics = {"loss": first["loss"], "tokens": int(first["tokens"]), "skipped": skipped, "broken": is_broken}
+    metrics |= {name: value for name, value in per_token(first).items() if name in ("logprob_gap", "entropy", "kl")}
+    metrics |= {name: moved[name] for name in ("ratio_gap", "clip_low", "clip_high")}
+    metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
+    return metrics
+
+
+def backward(model, reference, part, normalizer):
+    """Adds the gradient of a microbatch to that of the model; returns sums over its tokens."""
+    with torch.set_grad_enabled(part.has_gradient):
+        logprobs, entropy = forward(model, part, TEMPERATURE)  # (N, T)
+    if part.old_logprobs is None:
+        # The first epoch: the weights are still those that sampled, so the ratio of the new probabilities to the old
+        # ones is exactly 1. Later epochs are compared with these logprobs as well.
+        part.old_logprobs = logprobs.detach()
+        if reference:
+            with torch.no_grad():
+                part.ref_logprobs, _ = forward(reference, part, TEMPERATURE)
+    loss, sums = loss_and_sums(logprobs, part, normalizer, KL_COEF)
+    if part.has_gradient:
+        loss.backward()
+    sums["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
+    return sums
+
+
+def forward(model, part, temperature):
+    """Logprobs and entropies (N, T) of a part's completions, under the distribution that they were sampled from."""
+    if part.completions.is_cuda:  # numbers of rows that vary would cost syncs and compilations
+        return score(model, part, part.completions, temperature)
+    distinct, index = distinct_rows(part.completions, len(part.prompts))  # (B·U, T), (N,)
+    logprobs, entropy = score(model, part, distinct, temperature)  # (B·U, T)
+    return logprobs[index], entropy[index]
+
+
+def score(model, part, completions, temperature):
+    """Logprobs and entropies of completions (B·U, T), whose groups share the prompts of the part."""
+    hidden = compiled_score()(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
+    return grpo.logprobs_and_entropy(hidden, completions, model.head, model.config.vocab_size, temperature)
 
 
 @functools.cache
@@ -131,132 +302,101 @@ def compiled_score():
     return torch.compile(GPT.score, dynamic=True) if wanted else GPT.score
 
 
-def loss_and_sums(logprobs, batch, normalizer, kl_coef):
-    """What a batch adds to the loss, and sums over its tokens for the metrics."""
-    mask, old_logprobs = batch.completion_mask, batch.old_logprobs
+def loss_and_sums(logprobs, part, normalizer, kl_coef):
+    """What a part adds to the loss, and sums over its tokens for the metrics."""
+    mask, old_logprobs = part.completion_mask, part.old_logprobs
     loss, sums = grpo.policy_loss(
-        logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
-        normalizer=normalizer, weights=grpo.importance_weights(old_logprobs, batch.rollout_logprobs),
-    )  # fmt: skip
-    if batch.ref_logprobs is not None:
-        kl = batch.kl_weights[:, None] * grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
+        logprobs,
+        old_logprobs,
+        part.advantages,
+        mask,
+        loss=LOSS,
+        clip_low=CLIP_RANGE,
+        clip_high=CLIP_RANGE_HIGH,
+        normalizer=normalizer,
+        weights=grpo.importance_weights(old_logprobs, part.rollout_logprobs),
+    )
+    if part.ref_logprobs is not None:
+        kl = part.kl_weights[:, None] * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
         loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-        sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
+        sums["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
     sums["loss"] = loss.detach()
-    sums["logprob_gap"] = torch.where(mask, logprobs.detach() - batch.rollout_logprobs, 0).abs().sum()
+    sums["logprob_gap"] = torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum()
     return loss, sums
 
 
-def plan_memory(model, questions):
-    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed."""
-    longest_sequence = max(len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions)
-    must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
-    model.recompute = hardware.must_recompute(model, must_fit, longest_sequence)
-    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, longest_sequence)
+def as_numbers(sums):
+    """Tensors of one number each as numbers, with one GPU sync for all of them."""
+    numbers = torch.stack(list(sums.values())).tolist()
+    return dict(zip(sums, numbers))
 
 
-def update(model, reference, optimizers, batches, most_tokens):
-    """Makes EPOCHS updates from the answers of a step; returns metrics."""
-    parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
-    limit = max(task.LIMITS.values())
-    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part, _ in parts))
-    epochs, skipped = [], 0
-    for epoch in range(EPOCHS):
-        sums = {}  # over the tokens of all parts
-        for i, (part, has_gradient) in enumerate(parts):
-            with torch.set_grad_enabled(has_gradient):
-                logprobs, entropy = forward(model, part, TEMPERATURE)  # (N, T)
-            if epoch == 0:  # the weights are still those that sampled; all epochs are compared with them
-                with torch.no_grad():
-                    ref_logprobs = forward(reference, part, TEMPERATURE)[0] if reference else None
-                part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref_logprobs)
-                parts[i] = part, has_gradient
-            loss, part_sums = loss_and_sums(logprobs, part, normalizer, KL_COEF)
-            if has_gradient:
-                loss.backward()
-            part_sums["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
-            sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
-        sums = {name: parallel.total(value) for name, value in sums.items()}
-
-        # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
-        parallel.sum_gradients(model.parameters())
-        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        sums = dict(zip(sums, torch.stack([*sums.values()]).tolist()))  # one GPU sync for all of them
-        epochs.append(sums)
-        if not (math.isfinite(sums["loss"]) and math.isfinite(sums["grad_norm"])):
-            skipped += 1
-        elif sums["grad_norm"] > 0:  # without a gradient AdamW would still move by its momentum
-            for optimizer in optimizers:
-                optimizer.step()
-        model.zero_grad(set_to_none=True)
-    broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
-    # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
-    first, last, tokens = epochs[0], epochs[-1], int(epochs[0]["tokens"])
-    metrics = {"loss": first["loss"], "tokens": tokens, "skipped": skipped, "broken": broken}
-    metrics |= {name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first}
-    metrics |= {name: last[name] / tokens for name in ("ratio_gap", "clip_low", "clip_high")}
-    return metrics | {"grad_norm": sum(sums["grad_norm"] for sums in epochs) / EPOCHS}
+def per_token(totals):
+    return {name: value / int(totals["tokens"]) for name, value in totals.items()}
 
 
-# ---- Evaluation --------------------------------------------------------------------------------------------
+# ---- After the update --------------------------------------------------------------------------------------
 
 
-def uniform_numbers(count, group_size, seed):
-    """(count, G, T): they determine what is sampled. Each process draws all of them and uses those of its questions."""
-    return torch.rand(count, group_size, max(task.LIMITS.values()), generator=torch.Generator().manual_seed(seed))
-
-
-def answer(model, questions, temperature, group_size=1):
-    """Graded answers, `group_size` to each question, in the order of the questions; SEED determines the samples."""
-    mine = slice(parallel.rank(), None, parallel.world())
-    noise = uniform_numbers(len(questions), group_size, SEED)[mine]
-    rows = max(EVAL_ROWS, BATCH_POSITIONS * GROUP_SIZE * model.wte.weight.is_cuda)
-    parts = sample(model, questions[mine], group_size, task.LIMITS, temperature, noise, rows)
-    parts = tqdm(parts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: without a terminal
-    found = {}  # the answers to each question, which may have been asked twice
-    for a in parallel.gather([a for _, part in parts for a in graded(task, part)]):
-        found.setdefault((a.question.kind, a.question.prompt), []).append(a)
-    return [found[q.kind, q.prompt].pop(0) for q in questions for _ in range(group_size)]
-
-
-def evaluate(model, questions, samples=0):
-    """(figures, sampled answers). The figures are of greedy answers, of answers at TEMPERATURE and, if `samples` are
-    given, of pass@k: {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
-    model, skill = model.inference_copy(model.dtype), {}
-    for temperature in (0.0, TEMPERATURE):  # in this order: the answers at TEMPERATURE are returned
-        answers = answer(model, questions, temperature)
-        skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.intervals(answers).items()}
-    if samples:
-        skill |= monitor.pass_rates(answer(model, questions, TEMPERATURE, samples), samples)
-    return dict(sorted(skill.items(), key=lambda item: item[0].split(" ")[0])), answers  # sorted by kind
+def log_step(run, past, metrics, eval_steps):
+    """Writes the metrics of a step and prints its line; returns the steps to look back on, this one included."""
+    metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
+    past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
+    if run.report:
+        run.report(run.step, loggers.step_numbers(metrics))
+    evaluations_left = sum(later >= run.step for later in eval_steps) + 1  # and "after"
+    parallel.log(monitor.progress_line(past, STEPS, evaluations_left * run.evaluation_seconds))
+    return past
 
 
 def evaluate_and_record(run, model, questions, title):
     """Adds a column to the run's table of held-out skill, and records some answers."""
     started = time.perf_counter()
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
-    run.skill[title], answers = evaluate(model, questions, EVAL_SAMPLES)
-    rewards = [figure[0] for name, figure in run.skill[title].items() if name.endswith(f" reward T={TEMPERATURE:g}")]
+    skill, answers = evaluate(model, questions, EVAL_SAMPLES)
+    run.skill[title] = skill
+    rewards = [figure[0] for name, figure in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))  # the sum over kinds
     if parallel.rank() == 0:
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
         if run.report:
-            run.report(run.step, loggers.skill_numbers(run.skill[title]), loggers.answer_rows(answers))
+            run.report(run.step, loggers.skill_numbers(skill), loggers.answer_rows(answers))
     run.evaluation_seconds = time.perf_counter() - started
 
 
-# ---- Start and loop ----------------------------------------------------------------------------------------
+def evaluate(model, questions, samples=0):
+    """(figures, sampled answers). The figures are of greedy answers, of answers at TEMPERATURE and, if `samples` are
+    given, of pass@k: {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
+    model = model.inference_copy(model.dtype)
+    skill = {}
+    for temperature in (0.0, TEMPERATURE):  # in this order: the answers at TEMPERATURE are returned
+        answers = answer_questions(model, questions, temperature)
+        skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.intervals(answers).items()}
+    if samples:
+        tries = answer_questions(model, questions, TEMPERATURE, samples)
+        skill |= monitor.pass_rates(tries, samples)
+    by_kind = sorted(skill, key=lambda name: name.split(" ")[0])
+    return {name: skill[name] for name in by_kind}, answers
 
 
-def make_optimizers(model):
-    """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
-    return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+def answer_questions(model, questions, temperature, group_size=1):
+    """Graded answers, `group_size` to each question, in the order of the questions; SEED determines the samples."""
+    noise = sampling_noise(len(questions), group_size, SEED)[my_share()]
+    most_rows = EVAL_ROWS
+    if model.wte.weight.is_cuda:
+        most_rows = max(EVAL_ROWS, BATCH_POSITIONS * GROUP_SIZE)
+    rollouts = sample(model, questions[my_share()], group_size, task.LIMITS, temperature, noise, most_rows)
+    rollouts = tqdm(rollouts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: not in a file
+    graded = [answer for rollout in rollouts for answer in grade_answers(task, rollout.answers)]
+    by_question = {}  # the answers to each question, which may have been asked twice
+    for answer in parallel.gather(graded):
+        by_question.setdefault((answer.question.kind, answer.question.prompt), []).append(answer)
+    return [by_question[q.kind, q.prompt].pop(0) for q in questions for _ in range(group_size)]
 
 
-def make_reference(model):
-    return copy.deepcopy(model).inference_copy(model.dtype)  # without deepcopy it would share the policy's weights
+# ---- Start and end -----------------------------------------------------------------------------------------
 
 
 def start():
@@ -306,70 +446,21 @@ def start():
     return run, model, reference, optimizers, items, questions
 
 
-def main():
-    run, model, reference, optimizers, items, eval_questions = start()
-    lead, mine = parallel.rank() == 0, slice(parallel.rank(), None, parallel.world())
-    sampler = model.inference_copy(model.dtype)
-    past = monitor.open_log(run, model, eval_questions) if lead else []
-    run.report = loggers.connect(REPORT_TO, run) if lead and REPORT_TO != "none" else None
-    if not run.skill:
-        evaluate_and_record(run, model, eval_questions, "before")
-    eval_steps = range(EVAL_EVERY, STEPS, EVAL_EVERY) if EVAL_EVERY else []  # between "before" and "after"
-    signals, stopping = catch_signals(), []  # `signals` receives those that arrive from now on
-    while run.step < STEPS and not stopping:
-        # Questions and answers
-        step, clock = run.step, [time.perf_counter()]
-        rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-        questions = make_questions(task, items, BATCH_POSITIONS, rng, model.config)
-        noise = uniform_numbers(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
-        sampler.sync_from(model)
-        rollouts = list(sample(sampler, questions[mine], GROUP_SIZE, task.LIMITS, TEMPERATURE, noise[mine]))
-        clock.append(time.perf_counter())
+def make_reference(model):
+    return copy.deepcopy(model).inference_copy(model.dtype)  # without deepcopy it would share the policy's weights
 
-        # Rewards and advantages
-        rollouts = [(batch, graded(task, rows)) for batch, rows in rollouts]
-        batches = [add_advantages(batch, rows, GROUP_SIZE, CREDIT, step) for batch, rows in rollouts]
-        answers = parallel.gather([answer for _, rows in rollouts for answer in rows])  # of all processes
-        clock.append(time.perf_counter())
 
-        # Loss, gradient, guard, optimizer
-        factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
-        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-            group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # the rate that make_optimizers gave it
-        snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
-        metrics = monitor.describe_answers(answers, GROUP_SIZE)
-        metrics |= update(model, reference, optimizers, batches, run.microbatch)
-        clock.append(time.perf_counter())
-        if step == 0 and (wrong := monitor.check_start(metrics, model.dtype, task.LIMITS)):
-            fail(wrong)  # update() has compared sampler, policy and reference before it changed any weights
+def make_optimizers(model):
+    """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
+    return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
-        # What happened
-        run.step += 1
-        metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
-        metrics["seconds"] = {name: b - a for name, a, b in zip(("sampling", "grading", "update"), clock, clock[1:])}
-        if lead:
-            metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
-            past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
-            if run.report:
-                run.report(run.step, loggers.step_numbers(metrics))
-            evaluations_left = sum(later >= run.step for later in eval_steps) + 1  # and "after"
-            parallel.log(monitor.progress_line(past, STEPS, evaluations_left * run.evaluation_seconds))
 
-        # Going back: after updates that could not be made, or that went too far from the reference
-        run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
-        too_far = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
-        if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
-            run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
-        elif snapshot and not metrics["skipped"]:
-            run.good = snapshot  # the state before this update: its answers and their KL were sound
-
-        # Evaluation, checkpoint
-        if run.step in eval_steps:
-            evaluate_and_record(run, model, eval_questions, f"step {run.step}")
-        stopping = parallel.gather(signals)  # those that came during the evaluation, too
-        if lead and (run.step in eval_steps or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
-            run.save(model, optimizers)
-    finish(run, model, optimizers, eval_questions, stopping)
+def plan_memory(model, questions):
+    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed."""
+    lengths = [len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions]
+    must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
+    model.recompute = hardware.must_recompute(model, must_fit, max(lengths))
+    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, max(lengths))
 
 
 def finish(run, model, optimizers, eval_questions, stopping):
