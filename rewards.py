@@ -1,5 +1,6 @@
-"""The task: what is asked, what is true, what an answer is worth. This file is chess; TASK=FILE.py names another one,
-and nanorook/task.py says what such a file provides.
+"""The chess task: what is asked, what is true, what an answer is worth.
+
+Another task is another file of this kind, TASK=FILE.py; the contract that all of them follow is in nanorook/task.py.
 
 Two kinds of questions, and two more that ask for the first candidate of a policy answer alone:
 
@@ -13,7 +14,6 @@ Stockfish's labels say which moves are good; python-chess knows everything else.
 
 import math
 import re
-from itertools import islice
 from pathlib import Path
 
 import chess
@@ -63,14 +63,22 @@ def load_positions(source):
 
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
-    mates, others = ([p for kind, p in items if kind == wanted] for wanted in ("mates", "moves"))
-    text_format, environment = chess_format(config), math.ceil(round(count * MIX_ENV_RATIO, 9))  # 100 * 0.07 > 7
-    first = math.floor(round((count - environment) * MIX_FIRST_RATIO, 9))  # so that a small step has whole answers, too
-    mates = rng.sample(mates, max(min(first // 2, len(mates)), count - len(others)))
-    others = iter(draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng))
-    questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in islice(others, environment)]
-    questions += [policy_question(p, text_format) for p in islice(others, count - environment - first)]
-    questions += [first_question("moves", p, text_format) for p in others]
+    text_format = chess_format(config)
+    mates = [position for kind, position in items if kind == "mates"]
+    others = [position for kind, position in items if kind == "moves"]
+    # The rounding keeps floating-point error out: 100 * 0.07 is more than 7. A small step has whole answers, too.
+    environment = math.ceil(round(count * MIX_ENV_RATIO, 9))
+    first = math.floor(round((count - environment) * MIX_FIRST_RATIO, 9))
+    policy = count - environment - first
+    wanted = min(first // 2, len(mates))
+    wanted = max(wanted, count - len(others))
+    mates = rng.sample(mates, wanted)
+    others = draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng)
+
+    about_moves = others[environment + policy :]
+    questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in others[:environment]]
+    questions += [policy_question(p, text_format) for p in others[environment : environment + policy]]
+    questions += [first_question("moves", p, text_format) for p in about_moves]
     return questions + [first_question("mates", p, text_format) for p in mates]
 
 
@@ -78,21 +86,26 @@ def draw_ordinary(found, count, moves, rng):
     """`count` positions. The last `moves` are for questions about moves, and CHECK_SHARE of these are in check, or fewer
     if eight times as many positions, drawn at random, do not hold that many."""
     drawn = positions.draw(found, min(8 * count, len(found)), rng)
-    drawn, others = drawn[count - moves :], drawn[: count - moves]
-    checks = [p for p in drawn if chess.Board(p.fen).is_check()][: round(CHECK_SHARE * moves)]
+    others, drawn = drawn[: count - moves], drawn[count - moves :]
+    checks = [p for p in drawn if chess.Board(p.fen).is_check()]
+    checks = checks[: round(CHECK_SHARE * moves)]
     others += [p for p in drawn if p not in checks]
     return others[: count - len(checks)] + checks
 
 
 def question(text, config):
     """A user's question: "FEN" asks the policy, "FEN e2e4" or "FEN e4" the environment."""
+    text_format = chess_format(config)
     words = text.split()
-    move = words.pop() if len(words) > 4 and not words[-1].isdigit() else ""  # a FEN's counters are digits
-    board, text_format = positions.typed_board(" ".join(words)), chess_format(config)
+    has_move = len(words) > 4 and not words[-1].isdigit()  # a FEN's counters are digits
+    move = words.pop() if has_move else ""
+    board = positions.typed_board(" ".join(words))
     fen = board.fen()
     if move:
-        move = move if UCI.fullmatch(move) else positions.typed_move(board, move)
-        return Question("environment", environment_prompt(fen, move, [move], text_format), transition(fen, move))
+        if not UCI.fullmatch(move):
+            move = positions.typed_move(board, move)
+        prompt = environment_prompt(fen, move, [move], text_format)
+        return Question("environment", prompt, transition(fen, move))
     if not any(board.legal_moves):
         fail(f"no move is legal in {fen}; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
@@ -119,8 +132,8 @@ def write_prompt(prefix, fen, rest, text_format):
     if text_format not in WIDTH:
         return prefix + fen + rest
     text = prefix + expand_board(fen) + rest
-    tokens = len(re.sub("[a-h][1-8]", "x", text)) if text_format == "squares" else len(text)
-    return text + " " * (WIDTH[text_format][prefix] - tokens)
+    one_a_token = re.sub("[a-h][1-8]", "x", text) if text_format == "squares" else text
+    return text + " " * (WIDTH[text_format][prefix] - len(one_a_token))
 
 
 def policy_prompt(fen, text_format):
@@ -146,7 +159,8 @@ def policy_truth(position):
     """The legal moves, and the evaluations in pawns of the engine's five; without labels, an engine is asked."""
     legal = [move.uci() for move in chess.Board(position.fen).legal_moves]
     labels = position.moves or stockfish.label(position.fen)
-    return {"legal": legal, "five": {uci: cp / 100 for uci, cp in labels[:5]}}
+    five = {uci: centipawns / 100 for uci, centipawns in labels[:5]}
+    return {"legal": legal, "five": five}
 
 
 def first_question(kind, position, text_format):
@@ -156,10 +170,14 @@ def first_question(kind, position, text_format):
     if kind == "mates":
         checks = [move.uci() for move in board.legal_moves if board.gives_check(move)]
         rungs |= {"check": checks, "mate": sorted(positions.mating_moves(board))}
-    elif five := policy_truth(position)["five"]:
-        rungs |= {"top5": [*five], "best": [uci for uci in five if five[uci] == max(five.values())]}
+    else:
+        five = policy_truth(position)["five"]
+        if five:
+            highest = max(five.values())
+            rungs |= {"top5": [*five], "best": [uci for uci in five if five[uci] == highest]}
     prompt = first_prompt(position.fen, text_format)
-    return Question(kind, prompt, rungs, stop=" ", stop_after=int(prompt.endswith(":")))
+    begins_with_space = prompt.endswith(":")
+    return Question(kind, prompt, rungs, stop=" ", stop_after=int(begins_with_space))
 
 
 def environment_question(position, rng, text_format, illegal_share=1 / 3):
@@ -169,9 +187,13 @@ def environment_question(position, rng, text_format, illegal_share=1 / 3):
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
     fen = board.fen()
-    move = move or environment_move(board, rng, illegal_share, position.moves and position.moves[0][0])
-    while held_out((truth := transition(fen, move))[0]) and not held_out(fen):
+    if move is None:
+        best = position.moves[0][0] if position.moves else None
+        move = environment_move(board, rng, illegal_share, best)
+    truth = transition(fen, move)
+    while held_out(truth[0]) and not held_out(fen):
         move = environment_move(board, rng, illegal_share)
+        truth = transition(fen, move)
     history = (*position.history, move)[-10:]
     return Question("environment", environment_prompt(fen, move, history, text_format), truth)
 
@@ -237,10 +259,13 @@ def grade(question, text, hit_limit=False):
     graders = {"policy": grade_policy, "environment": grade_environment, "moves": grade_first, "mates": grade_first}
     pieces, metrics = graders[question.kind](question, text)
     judged = "next_state" if question.kind == "environment" else "legal"
-    metrics |= {f"{judged}_{group}": metrics[judged] for group in positions.groups(question.prompt)}
-    if hit_limit and sum(value for _, value, *_ in pieces) > 0:
+    for group in positions.groups(question.prompt):
+        metrics[f"{judged}_{group}"] = metrics[judged]
+    reward = sum(value for _, value, *_ in pieces)
+    if hit_limit and reward > 0:
         pieces.append(runaway(pieces, RUNAWAY_PENALTY_MULTIPLIER))
-    return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
+    metrics = {name: float(value) for name, value in metrics.items()}
+    return Grade(tuple(pieces), metrics)
 
 
 # ---- The grammar of answers. Only spaces separate words, and a run of them counts as one; digits are ASCII.
@@ -254,7 +279,8 @@ def find_words(text, separators=" "):
     """(word, (start, end)) for each word; the span includes the separator that ends the word."""
     if len(text) > MAX_CHARACTERS:
         return []
-    return [(match[1], match.span()) for match in re.finditer(rf"([^{separators}]+)[{separators}]?", text)]
+    word = rf"([^{separators}]+)[{separators}]?"
+    return [(match[1], match.span()) for match in re.finditer(word, text)]
 
 
 def parse_policy(text):
@@ -262,86 +288,103 @@ def parse_policy(text):
     with its span, or None if the headers are in order but what is between them cannot be read."""
     found = find_words(text)
     words = [word for word, _ in found]
-    if words[:1] != ["M:"] or "E:" not in words or "B:" not in words[words.index("E:") :]:
+    if not words or words[0] != "M:" or "E:" not in words:
         return False, None
     e = words.index("E:")
+    if "B:" not in words[e:]:
+        return False, None
     b = words.index("B:", e)
-    moves, numbers, best = found[1:e], found[e + 1 : b], found[b + 1 : b + 2]
-    if (
-        not (moves and best and len(moves) == len(numbers))
-        or not all(UCI.fullmatch(move) for move, _ in moves + best)
-        or not all(NUMBER.fullmatch(number) for number, _ in numbers)
-    ):
+    moves, numbers, rest = found[1:e], found[e + 1 : b], found[b + 1 :]
+    if not moves or not rest or len(moves) != len(numbers):
         return True, None
-    return True, (moves, [(float(number), span) for number, span in numbers], best[0], found[b + 2 :])
+    best, rest = rest[0], rest[1:]
+    if not all(UCI.fullmatch(move) for move, _ in [*moves, best]):
+        return True, None
+    if not all(NUMBER.fullmatch(number) for number, _ in numbers):
+        return True, None
+    numbers = [(float(number), span) for number, span in numbers]
+    return True, (moves, numbers, best, rest)
 
 
 def parse_environment(text):
     """The four fields of `FEN+reward+terminated+truncated`, each with its span, or None. The FEN may be any text."""
     match = NEXT_STATE.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
-    return match and [(re.sub(" +", " ", match[i].strip(" +")), match.span(i)) for i in (1, 2, 3, 4)]
+    if match is None:
+        return None
+    fields = []
+    for i in (1, 2, 3, 4):
+        words = match[i].strip(" +")
+        fields.append((re.sub(" +", " ", words), match.span(i)))
+    return fields
 
 
 # ---- P: the policy -----------------------------------------------------------------------------------------
 
 
 def pawns_apart(a, b):
-    return abs(max(-MAX_PAWNS, min(MAX_PAWNS, a)) - max(-MAX_PAWNS, min(MAX_PAWNS, b)))
+    a, b = (max(-MAX_PAWNS, min(MAX_PAWNS, pawns)) for pawns in (a, b))
+    return abs(a - b)
 
 
 def grade_policy(question, text):
     """Without labels (no engine), only what the rules can judge is graded."""
     weights, legal, five = POLICY_WEIGHTS, question.truth["legal"], question.truth["five"]
     structure, answer = parse_policy(text)
-    metrics = {"structure": structure} | dict.fromkeys(("parse", "legal", "candidates_legal"), 0.0)
-    metrics |= dict.fromkeys(("top5", "best", "candidates"), 0.0) if five else {"unlabelled": True}
+    metrics = {"structure": structure, "parse": 0.0, "legal": 0.0, "candidates_legal": 0.0}
+    metrics |= {"top5": 0.0, "best": 0.0, "candidates": 0.0} if five else {"unlabelled": True}
     pieces = [("structure", weights["structure"]) if structure else ("malformed", MALFORMED)]
     if answer is None:
         return pieces, metrics
     moves, numbers, (best, best_span), rest = answer
     metrics["parse"] = 1.0
-    pieces += [("parse", weights["parse"]), ("clean", weights["clean"] * (not rest))]
+    pieces.append(("parse", weights["parse"]))
+    pieces.append(("clean", weights["clean"] * (not rest)))
 
     # Each place in the list is worth the same, and a longer list makes each worth less: listing more moves pays no more.
     wanted = min(5, len(legal))
     places = max(wanted, len(moves))
     useful, errors = set(), {}
-    for i, ((move, move_span), (number, number_span)) in enumerate(zip(moves, numbers)):
-        new = move in legal and move not in useful and len(useful) < wanted
-        found = move in five and move not in errors
-        if new:
+    for i, (move, move_span) in enumerate(moves):
+        number, number_span = numbers[i]
+        is_new = move in legal and move not in useful and len(useful) < wanted
+        is_found = move in five and move not in errors
+        if is_new:
             useful.add(move)
-        if found:
+        if is_found:
             errors[move] = pawns_apart(number, five[move])
-        pieces += [
-            (f"candidates_legal {i}", weights["candidates_legal"] / places * (1 if new else -WASTED), move_span),
-            (f"candidates {i}", weights["candidates"] / places * found, move_span),
-            (f"evals {i}", weights["evals"] / places / (1 + errors[move]) if found else 0.0, number_span),
-        ]
-    metrics["candidates_legal"] = len({move for move, _ in moves}.intersection(legal)) / len(moves)
+        legal_share = 1 if is_new else -WASTED
+        evals_share = 1 / (1 + errors[move]) if is_found else 0.0
+        pieces.append((f"candidates_legal {i}", weights["candidates_legal"] / places * legal_share, move_span))
+        pieces.append((f"candidates {i}", weights["candidates"] / places * is_found, move_span))
+        pieces.append((f"evals {i}", weights["evals"] / places * evals_share, number_span))
+    distinct = {move for move, _ in moves}
+    metrics["candidates_legal"] = len(distinct.intersection(legal)) / len(moves)
     if errors:
         metrics["eval_error"] = sum(errors.values()) / len(errors)
     if five:
         metrics["candidates"] = len(errors) / len(five)
 
     # If the move after B: is also a candidate, its pieces judge both places.
-    best_spans = [best_span, *[span for move, span in moves if move == best][:1]]
-    shares = {"listed": len(best_spans) == 2, "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
+    listed_spans = [span for move, span in moves if move == best]
+    best_spans = [best_span, *listed_spans[:1]]
+    shares = {"listed": bool(listed_spans), "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
     metrics["legal"] = best in legal
     if best in five:
         top = max(five.values())
         metrics["move_error"] = pawns_apart(top, five[best])  # in pawns
         metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
         shares |= {"loss": 1 / (1 + metrics["move_error"]), "best": metrics["best"]}
-    pieces += [(name, weights[name] * share, *best_spans) for name, share in shares.items()]
+    for name, share in shares.items():
+        pieces.append((name, weights[name] * share, *best_spans))
     return pieces, metrics
 
 
 def grade_first(question, text):
     """A move, paid for each rung that it reaches; the space that ends it is a part of the answer."""
     # After "M:" a space comes first, and the token that ends the move may begin the next one.
-    found = re.fullmatch(" ([^ ]+) .*" if question.stop_after else "([^ ]+) ", text, re.DOTALL)
-    move, weights = found[1] if found else "", FIRST_WEIGHTS[question.kind]
+    pattern = " ([^ ]+) .*" if question.stop_after else "([^ ]+) "
+    match = re.fullmatch(pattern, text, re.DOTALL)
+    move, weights = match[1] if match else "", FIRST_WEIGHTS[question.kind]
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
     pieces = [(name, weights[name] * reached) for name, reached in metrics.items()]
@@ -362,25 +405,33 @@ def grade_environment(question, text):
         return [("malformed", MALFORMED)], metrics
     (fen, fen_span), (reward, reward_span), (over, over_span), (illegal, illegal_span) = answer
     fen, reward = contract_board(fen), float(reward)
-    metrics |= {"structure": 1.0, "next_state": fen == next_fen, "reward_match": reward == true_reward}
-    metrics |= {"terminated": (over == "1") == terminated, "truncated": (illegal == "1") == truncated}
+    metrics["structure"] = 1.0
+    metrics["next_state"] = fen == next_fen
+    metrics["reward_match"] = reward == true_reward
+    metrics["terminated"] = (over == "1") == terminated
+    metrics["truncated"] = (illegal == "1") == truncated
     metrics["similarity"] = Levenshtein.normalized_similarity(fen, next_fen)
     pieces = [("structure", weights["structure"])]
     # Word by word: an edit distance between whole FENs may align one word with its neighbour, and a better word could
     # then make the whole worse.
     said, true = find_words(text[: fen_span[1]], " /+"), re.split("[ /]", next_fen)
-    count, wrong = max(len(said), len(true)), []
+    count = max(len(said), len(true))
+    wrong = []  # spans of words
     for i, ((word, span), truth) in enumerate(zip(said, true)):
-        word = contract_board(word) if i < 8 else word
-        wrong += [span] if word != truth else []
-        pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
+        if i < 8:
+            word = contract_board(word)
+        if word != truth:
+            wrong.append(span)
         likeness = Levenshtein.normalized_similarity(word, truth)
+        pieces.append((f"words {i}", weights["words"] / count * (word == truth), span))
         pieces.append((f"similarity {i}", weights["similarity"] / count * likeness, span))
     # A wrong next state is the fault of its wrong words; where no word is wrong, the whole FEN is judged.
-    pieces.append(("next_state", weights["next_state"] * (fen == next_fen), *(wrong or [fen_span])))
+    judged = wrong or [fen_span]
+    pieces.append(("next_state", weights["next_state"] * metrics["next_state"], *judged))
 
     error = min(2.0, abs(reward - true_reward))  # rewards are between -1 and 1
     pieces.append(("reward", weights["reward"] * (1 - error / 2), reward_span))
-    for name, span in (("reward_match", reward_span), ("terminated", over_span), ("truncated", illegal_span)):
-        pieces.append((name, weights[name] * metrics[name], span))
+    pieces.append(("reward_match", weights["reward_match"] * metrics["reward_match"], reward_span))
+    pieces.append(("terminated", weights["terminated"] * metrics["terminated"], over_span))
+    pieces.append(("truncated", weights["truncated"] * metrics["truncated"], illegal_span))
     return pieces, metrics

@@ -28,9 +28,18 @@ import grpo
 from model import GPT
 from nanorook import hardware, loggers, monitor, parallel, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
-from nanorook.settings import fail, heading, setting
-from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
-from rollout import microbatches, once, sample
+from nanorook.settings import fail, fail_if, heading, setting
+from nanorook.task import (
+    draw_questions,
+    first_questions,
+    grade_answers,
+    load_items,
+    load_task,
+    prompt_ids,
+    shuffled,
+    start_folder,
+)
+from rollout import distinct_rows, microbatches, sample
 
 if __name__ == "__main__":
     settings.read_user()  # only as a program: when imported, train.py keeps the defaults
@@ -38,7 +47,7 @@ if __name__ == "__main__":
 # fmt: off
 TASK                    = setting("TASK", "rewards.py", "the task: a file that asks questions and grades answers; docs/tasks.md says what it has to provide")
 heading(f"The task {TASK}")
-task                    = load(TASK)
+task                    = load_task(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
@@ -116,7 +125,7 @@ def main():
         started = time.perf_counter()
 
         # Questions, and answers to them by the weights as they are now
-        questions, noise = draw_questions(items, step, model.config)
+        questions, noise = my_questions(items, step, model.config)
         sampler.sync_from(model)
         rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
         sampled = time.perf_counter()
@@ -165,10 +174,10 @@ def main():
 # ---- Questions ---------------------------------------------------------------------------------------------
 
 
-def draw_questions(items, step, config):
+def my_questions(items, step, config):
     """This process's share of the step's questions, and the noise for their answers."""
     rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
-    questions = make_questions(task, items, BATCH_POSITIONS, rng, config)
+    questions = draw_questions(task, items, BATCH_POSITIONS, rng, config)
     noise = sampling_noise(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
     return questions[my_share()], noise[my_share()]
 
@@ -203,9 +212,9 @@ def add_advantages(rollout, step=0):
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
-    kl_weights = [KL_WEIGHTS.get(answer.question.kind, 1.0) for answer in answers]
     rollout.advantages = advantages.to(device)
-    rollout.kl_weights = torch.tensor(kl_weights, device=device)
+    kl_weight = getattr(task, "KL_WEIGHTS", {}).get(rollout.kind, 1.0)
+    rollout.kl_weights = torch.full((len(answers),), kl_weight, device=device)
 
 
 def best_of_at(step):
@@ -411,7 +420,7 @@ def start():
     if lead:
         loggers.require(REPORT_TO)
         run.acquire_lock()
-        source = MODEL or start_model(task)
+        source = MODEL or start_folder(task)
         run.forbid_model_inside(source)
     source = parallel.gather([source] if lead else [])[0]  # from the lead to all
     resumed = None if FRESH else run.resume(STEPS)
@@ -425,6 +434,9 @@ def start():
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None
     optimizers = make_optimizers(model)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
     if resumed:
         restore(model, optimizers, *resumed)
     run.good = run.good or run.snapshot(model, optimizers)

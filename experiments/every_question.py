@@ -23,7 +23,7 @@ from nanorook import hardware, tables
 from nanorook.run import finished
 from nanorook.settings import number
 from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
-from nanorook.task import load, load_items, make_questions, start_model
+from nanorook.task import load_task, load_items, draw_questions, start_folder
 
 ASKED = {"MODEL": "", "DATA": "builtin"}  # settings of all runs, and of this program
 KINDS = {  # task: {the kinds of all questions: the settings with which they are}
@@ -59,7 +59,7 @@ def ask(source, task, tries=0):
     for kinds, mix in KINDS[task].items():
         vars(train.task).update(mix)
         count = len(held_out) - mates * (kinds != "moves and mates")
-        questions = make_questions(train.task, held_out, count, random.Random(0), model.config)
+        questions = draw_questions(train.task, held_out, count, random.Random(0), model.config)
         found |= {name: values for name, (_, _, values) in train.evaluate(model, questions)[0].items()}
         if tries and kinds == "moves and mates":
             skill, _ = train.evaluate(model, [q for q in questions if q.kind == "mates"], tries)
@@ -104,7 +104,7 @@ def main():
     train.task = load(task)
     file = out / "asked.json"
     found, names = read(file) if file.exists() else {}, wanted(task, a.tries)
-    models = {"start": start_model(train.task)}
+    models = {"start": start_folder(train.task)}
     models |= {folder.name: str(folder / "model") for folder in made}
     for model, source in models.items():
         if not {*names} <= found.get(model, {}).keys():

@@ -23,7 +23,7 @@ from examples import mates
 from model import GPT
 from nanorook import hardware
 from nanorook.settings import number
-from nanorook.task import load_items, make_questions
+from nanorook.task import load_items, draw_questions
 from rook.pretrain import hidden
 
 ASKED = 400  # held-out questions, of which 300 are about mates, and as many of those that are trained on
@@ -61,7 +61,7 @@ def main():
     learnt = set(random.Random(0).sample(known, round(a.share * len(known))))
     items = [item for item in items if item[0] != "mates" or item in learnt]
     asked = {"held out": held_out, "trained on": items}
-    asked = {name: make_questions(mates, some, ASKED, random.Random(0), model.config) for name, some in asked.items()}
+    asked = {name: draw_questions(mates, some, ASKED, random.Random(0), model.config) for name, some in asked.items()}
     (optimizer,) = train.make_optimizers(model)
     print("step  questions   " + "  ".join(SHOWN))
     for step in tqdm(range(a.steps + 1), leave=False, disable=None):
@@ -73,7 +73,7 @@ def main():
         if step == a.steps:
             break
         rng = random.Random(f"imitate/{step}")
-        shown = make_questions(mates, items, a.rows, rng, model.config)
+        shown = draw_questions(mates, items, a.rows, rng, model.config)
         tokens, targets = (x.to(device) for x in texts(shown, model.tokenizer, space, rng))
         states = hidden(model, tokens)[targets >= 0]  # (K, C)
         F.cross_entropy(model.head(states).float(), targets[targets >= 0]).backward()

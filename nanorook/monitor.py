@@ -54,15 +54,19 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     return min(found, key=lambda rule: rule["state"], default={"state": "green", "advice": ""})  # red before yellow
 
 
-def check_start(metrics, dtype, limits):
-    """A message if too few answers are well-formed, or if sampler, policy and reference disagreed before the first
-    update; otherwise empty."""
+def check_answers(metrics, limits):
+    """A sentence if too few of a run's first answers are well-formed; otherwise empty."""
     structure, kind = worst(metrics, "structure")
     if structure < 0.2:
         cut_off = metrics[f"{kind}/hit_limit"]
         return (f"only {structure:.0%} of the first {kind} answers are well-formed, and {cut_off:.0%} hit their limit: "
                 f"if most do, raise the task's LIMITS {limits}; if not, the model does not know the format: check its "
                 "weights and config.json, or pretrain it.")  # fmt: skip
+    return ""
+
+
+def check_agreement(metrics, dtype):
+    """A sentence if sampler, policy and reference disagree before the first update; otherwise empty."""
     gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         return (f"sampling and training disagree by {gap:.4f} nats per token before any update, which only a bug or "

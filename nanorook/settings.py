@@ -25,6 +25,12 @@ def fail(message):
     sys.exit(f"error: {message}".splitlines()[0])
 
 
+def fail_if(message):
+    """Ends the program if a check has found something to say."""
+    if message:
+        fail(message)
+
+
 def read_user():
     """From now on settings take their values from the arguments and the environment."""
     GIVEN["arguments"] = dict(a.split("=", 1) for a in sys.argv[1:] if "=" in a and not a.startswith("-"))

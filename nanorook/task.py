@@ -84,7 +84,7 @@ def prompt_ids(prompt, tokenizer):
     return [i for p in pieces for i in ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p))]
 
 
-def load(file) -> Task:
+def load_task(file) -> Task:
     """The module of a task file, by its absolute path or its path in the project's folder."""
     module = module_of(file) or fail(f"TASK={file}: there is no such Python file.")
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
@@ -127,7 +127,7 @@ def module_of(file):
     return module
 
 
-def start_model(task):
+def start_folder(task):
     source = task.start_model()
     if not source or not isinstance(source, str | Path):
         fail(f"the task's start_model returned {source!r}; it has to return the folder of a model.")
@@ -147,24 +147,24 @@ def load_items(task, source, config):
     fail(f"the task's load returned {found!r:.80}; it has to return two lists, (training items, held-out items).")
 
 
-def make_questions(task, items, count, rng, config):
+def draw_questions(task, items, count, rng, config):
     """The task's questions, checked against the contract."""
     random.seed(copy.copy(rng).random())
     questions = task.make_questions(list(items), count, rng, config)
     found = len(questions) if isinstance(questions, list | tuple) else "no list of"
     if found != count:
         fail(f"the task's make_questions returned {found} questions, but {count} were requested.")
-    return checked(task, questions)
+    return check_questions(task, questions)
 
 
 def first_questions(task, items, count, rng, config):
-    """As make_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON, and
+    """As draw_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON, and
     all processes ask the same."""
     try:
         before = pickle.dumps(items)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         fail(f"the task's items have to be data that pickle can copy ({error}).")
-    questions = make_questions(task, items, count, rng, config)
+    questions = draw_questions(task, items, count, rng, config)
     if pickle.dumps(items) != before:
         fail("the task's make_questions changes its items, so a resumed run would ask other questions: modify a copy.")
     for question in questions:
@@ -177,7 +177,7 @@ def first_questions(task, items, count, rng, config):
     return questions
 
 
-def checked(task, questions):
+def check_questions(task, questions):
     for question in questions:
         kind, prompt, _, stop, stop_after = question if isinstance(question, Question) else (None,) * 5
         pieces = prompt if isinstance(prompt, tuple) else (prompt,)
@@ -190,7 +190,7 @@ def checked(task, questions):
     return questions
 
 
-def graded(task, answers):
+def grade_answers(task, answers):
     """The answers with their grades, each checked against the contract."""
     truths, result = {id(answer.question): answer.question.truth for answer in answers}, []
     before = repr(truths)

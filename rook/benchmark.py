@@ -27,7 +27,7 @@ from nanorook.monitor import figures, pass_at_k
 from nanorook.settings import fail, number
 from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
-from nanorook.task import graded
+from nanorook.task import grade_answers
 from rook import games, mating
 from rook.positions import Position, distinct, draw, is_sound, load, mating_moves
 
@@ -58,7 +58,7 @@ def measure(model, temperature, positions, puzzles, openings, tried):
     text_format, rng = rewards.chess_format(model.config), random.Random(0)
 
     def ask(questions, tries=1):
-        return figures(graded(rewards, games.answers(model, questions, temperature, tries)))
+        return figures(grade_answers(rewards, games.answers(model, questions, temperature, tries)))
 
     moves = [rewards.environment_question(position, rng, text_format) for position in positions]
     found = ask([rewards.policy_question(position, text_format) for position in positions]) | ask(moves)

@@ -128,11 +128,11 @@ def test_each_rung_pays_more_than_the_one_before():
 
 def test_the_embedded_model_answers_with_a_move_and_the_space_that_ends_it(sides):
     model = GPT.load(mates.start_model())
-    questions = task.make_questions(mates, sides[1], 16, random.Random(0), model.config)
+    questions = task.draw_questions(mates, sides[1], 16, random.Random(0), model.config)
     assert [question.kind for question in questions] == ["mates"] * 12 + ["moves"] * 4
     answers = [answer for _, part in sample(model, questions, 1, mates.LIMITS, temperature=0) for answer in part]
     assert all(answer.text.endswith(" ") and len(answer.text) in (5, 6) and not answer.hit_limit for answer in answers)
-    assert sum(answer.grade.metrics["legal"] for answer in task.graded(mates, answers)) > 8
+    assert sum(answer.grade.metrics["legal"] for answer in task.grade_answers(mates, answers)) > 8
 
 
 def test_a_start_model_of_a_few_steps(tmp_path):

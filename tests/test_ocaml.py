@@ -17,7 +17,7 @@ import toy
 from examples import ocaml, ocaml_verifier
 from examples.ocaml_verifier import Verdict, judge, toplevel, wall_stands
 from model import GPT
-from nanorook.task import graded, prompt_text
+from nanorook.task import grade_answers, prompt_text
 from nanorook.tokenizer import Special, Tokenizer
 from rollout import Answer, sample
 
@@ -135,7 +135,7 @@ STAGES = {
 def test_each_stage_pays(text):
     assert grade(text).reward == pytest.approx(STAGES[text])
     assert grade(text, hit_limit=True).reward == pytest.approx(STAGES[text] * 0.3)
-    assert graded(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])[0].grade == grade(text)  # it keeps the contract
+    assert grade_answers(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])[0].grade == grade(text)  # it keeps the contract
 
 
 def coder():
@@ -171,7 +171,7 @@ FENCED = {  # an answer, its reward, the characters that its pieces judge
 def test_a_coders_program_is_the_last_one_in_a_fence_and_its_pieces_judge_that_fence(text):
     question, (reward, span) = ocaml.ask(ITEM, coder()), FENCED[text]
     for hit_limit, factor in ((False, 1), (True, 0.3)):
-        grade = graded(ocaml, [Answer(question, text, [], hit_limit)])[0].grade
+        grade = grade_answers(ocaml, [Answer(question, text, [], hit_limit)])[0].grade
         assert grade.reward == pytest.approx(reward * factor)
         for name, _, *spans in grade.pieces:
             assert spans == ([] if name == "runaway" or span is None else [span]), name
@@ -185,7 +185,7 @@ def test_a_real_model_is_asked_in_a_chat_and_some_of_its_programs_parse(smollm2)
     model = GPT.load(smollm2[2])
     questions = ocaml.make_questions(ocaml.load("", model.config)[1], 4, random.Random(0), model.config)
     answers = [answer for _, part in sample(model, questions, 1, {"coder": 60}, 0) for answer in part]
-    grades = [answer.grade for answer in graded(ocaml, answers)]
+    grades = [answer.grade for answer in grade_answers(ocaml, answers)]
     assert sum("let f a b =" in answer.text for answer in answers) > 1
     assert any(grade.metrics["structure"] and grade.pieces[0][2:] for grade in grades)
 

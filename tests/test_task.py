@@ -103,7 +103,7 @@ def test_a_mistake_is_one_sentence(mistake, toy_run, monkeypatch):
 
 def test_whether_its_limit_cut_an_answer_off_reaches_its_grade():
     cuts = SimpleNamespace(grade=lambda question, text, cut: Grade((("cut", float(cut)),), {}))
-    answers = task.graded(cuts, [Answer(toy.questions(1)[0], "", [], cut) for cut in (False, True)])
+    answers = task.grade_answers(cuts, [Answer(toy.questions(1)[0], "", [], cut) for cut in (False, True)])
     assert [answer.grade.reward for answer in answers] == [0, 1]
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_file_is_one_sentence(sentence, tmp_path):
     file = tmp_path / "my.task.py"
     file.write_text(inspect.getsource(toy).replace(*BAD_FILES[sentence]))
     with pytest.raises(SystemExit, match=sentence):
-        task.load(file)
+        task.load_task(file)
 
 
 def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
@@ -138,17 +138,17 @@ def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
     for name in ("my.task.py", "random.py", "rewards.py", "v1.2/a.py"):  # also one that is called like another module
         file = tmp_path / name
         file.write_text(inspect.getsource(toy).replace("DEFAULTS = {}", 'DEFAULTS = {"LR": 3.0}'))
-        loaded = task.load(file)
-        assert loaded.__file__ == str(file) and loaded.LIMITS == toy.LIMITS and task.load(file) is loaded
+        loaded = task.load_task(file)
+        assert loaded.__file__ == str(file) and loaded.LIMITS == toy.LIMITS and task.load_task(file) is loaded
         pickle.dumps(loaded.load)  # by the name of its module
     settings.take_defaults(loaded.DEFAULTS)
     assert settings.setting("LR", 1.0, "") == 3.0
     (tmp_path / "task.txt").touch()
     for name, sentence in (("nothing.py", "no such Python file"), ("task.txt", "no such Python file")):
         with pytest.raises(SystemExit, match=re.escape(sentence)):
-            task.load(tmp_path / name)
+            task.load_task(tmp_path / name)
     monkeypatch.chdir(tmp_path)  # which has a rewards.py: the project's own files are found nevertheless
-    assert task.load("rewards.py") is sys.modules["rewards"]
+    assert task.load_task("rewards.py") is sys.modules["rewards"]
 
 
 def test_a_reward_is_the_sum_of_its_pieces_in_any_order():

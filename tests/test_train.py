@@ -147,7 +147,7 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings):
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     for t in (0, 1):
         answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]
-        expected = monitor.intervals(train.graded(toy, answers))
+        expected = monitor.intervals(train.grade_answers(toy, answers))
         assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
     assert {(a.question, a.text) for a in shown} == {(a.question, a.text) for a in answers}  # the sampled ones
 

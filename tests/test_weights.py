@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rewards
 from model import GPT
-from nanorook.task import graded
+from nanorook.task import grade_answers
 from rollout import detokenize, sample
 from rook import texts
 from toy import ROOT
@@ -57,7 +57,7 @@ def test_it_is_fluent(tiny, questions):
     questions = [q for kind in rewards.LIMITS for q in [q for q in questions if q.kind == kind][:6]]
     noise = torch.rand(len(questions), 1, max(rewards.LIMITS.values()), generator=torch.Generator().manual_seed(0))
     for _, answers in sample(tiny, questions, 1, rewards.LIMITS, noise=noise):
-        grades = [answer.grade for answer in graded(rewards, answers)]
+        grades = [answer.grade for answer in grade_answers(rewards, answers)]
         assert sum(grade.metrics["structure"] for grade in grades) >= 0.8 * len(grades) >= 4
         if answers[0].question.kind == "policy":
             assert sum(grade.metrics["legal"] for grade in grades) >= 0.3 * len(grades)

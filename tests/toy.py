@@ -69,7 +69,7 @@ def batches(policy, questions):
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, 0)
     parts = train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise)
     return [
-        train.add_advantages(batch, train.graded(train.task, answers), train.GROUP_SIZE, train.CREDIT)
+        train.add_advantages(batch, train.grade_answers(train.task, answers), train.GROUP_SIZE, train.CREDIT)
         for batch, answers in parts
     ]
 

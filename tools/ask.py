@@ -32,10 +32,10 @@ HELD_OUT = 3  # questions if none is given
 def questions_about(task, text, data, seed, config):
     """Held-out questions of the task, or the one that `text` asks."""
     if text and hasattr(task, "question"):
-        return task_file.checked(task, [task.question(text, config)])
+        return task_file.check_questions(task, [task.question(text, config)])
     _, held_out = task_file.load_items(task, data, config)
     count = min(HELD_OUT, len(held_out)) or fail(f"DATA={data} has no held-out items; provide more.")
-    own = task_file.make_questions(task, held_out, count, random.Random(seed), config)
+    own = task_file.draw_questions(task, held_out, count, random.Random(seed), config)
     return [own[0]._replace(prompt=text, truth=None)] if text else own
 
 
@@ -45,7 +45,7 @@ def ask(model, task, question, known, temperature, count):
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
-        for answer in task_file.graded(task, answers) if known else answers:
+        for answer in task_file.grade_answers(task, answers) if known else answers:
             show_answer(task, answer, f"{title:6} ")
     if known:
         print(in_short(question.truth))
@@ -74,7 +74,7 @@ def main():
     p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: the run's or the task's")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of answers and of held-out questions")
     a = p.parse_intermixed_args()
-    task = task_file.load(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
+    task = task_file.load_task(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
     settings.take_defaults(task.DEFAULTS)
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")
     dtype = setting("DTYPE", "auto", "as in train.py", one_of=("auto", "float32", "bfloat16"))

@@ -28,7 +28,7 @@ import train
 from model import GPT
 from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
-from nanorook.task import graded, load_items, make_questions, prompt_ids, start_model
+from nanorook.task import grade_answers, load_items, draw_questions, prompt_ids, start_folder
 from rollout import detokenize, end_tokens, microbatches, sample
 
 UPDATES = 5  # on the same batch
@@ -53,12 +53,12 @@ def prepare(count):
     """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     print(sizes.in_words(train.SIZE_DEFAULTS))
-    model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
+    model = GPT.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; ask fewer (BATCH_POSITIONS, "
              "or QUESTIONS of tools.signal), or provide more.")  # fmt: skip
-    return model, make_questions(train.task, items, count, random.Random(train.SEED), model.config)
+    return model, draw_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 
 def ask(model, questions, temperature):
@@ -67,7 +67,7 @@ def ask(model, questions, temperature):
     noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
     parts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
     for batch, part in tqdm(parts, "sampling, batches", leave=False, disable=None):
-        yield batch, graded(train.task, part)
+        yield batch, grade_answers(train.task, part)
 
 
 def run_checks(model, reference, optimizers, questions):

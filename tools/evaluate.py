@@ -29,7 +29,7 @@ from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
-from nanorook.task import load_items, make_questions, start_model
+from nanorook.task import load_items, draw_questions, start_folder
 
 
 def main():
@@ -48,7 +48,7 @@ def main():
         print(table(skill_rows(json.loads(file.read_text())), a.markdown))
         return
     if len(models) == 1 and settings.GIVEN["run"]:
-        models.insert(0, train.MODEL or start_model(train.task))
+        models.insert(0, train.MODEL or start_folder(train.task))
     if len(models) not in (1, 2):
         p.error("give one model, or two to compare.")
     kind = "training" if a.training else "held-out"
@@ -58,7 +58,7 @@ def main():
         items, held_out = load_items(train.task, train.DATA, model.config)
         asked = items if a.training else held_out
         count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {kind} items.")
-        questions = make_questions(train.task, asked, count, random.Random(train.SEED), model.config)
+        questions = draw_questions(train.task, asked, count, random.Random(train.SEED), model.config)
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
     print(f"{count} {kind} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     rows = skill_rows(columns)

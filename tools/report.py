@@ -58,7 +58,7 @@ def read_run(folder, name):
 def load_show(file):
     """The task's `show`, or a function that shows nothing if the task has none or is not on this machine."""
     try:
-        return task_file.load(file).show
+        return task_file.load_task(file).show
     except (SystemExit, Exception):
         return lambda question, text: ""
 

@@ -28,7 +28,7 @@ import train
 from model import GPT
 from nanorook.statistics import interval
 from nanorook.tables import table
-from nanorook.task import earned, start_model
+from nanorook.task import earned, start_folder
 from rollout import Batch
 from tools.doctor import ask, prepare
 
@@ -191,7 +191,7 @@ def main():
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
     reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
-    print(f"{train.MODEL or start_model(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
+    print(f"{train.MODEL or start_folder(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
           f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, tokens, spent, clock = [], [], [], Counter(), time.time()
