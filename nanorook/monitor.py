@@ -215,15 +215,18 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
 
 
 def open_log(run, model, questions):
-    """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json names the
-    held-out questions, in the order of figures(), for comparisons with other runs."""
+    """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json, the first
+    file of a run, names the settings that were changed on the way and the held-out questions, in the order of
+    figures(), for comparisons with other runs."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
-    about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
+    about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK
+    about |= describe("./train.sh", model.wte.weight.device, model.dtype)
+    about |= {"changes": run.changes, "questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
-    write(run.out / "settings.json", json.dumps(values(), indent=2))
     write(run.out / "run.json", json.dumps(about))
+    write(run.out / "settings.json", json.dumps(values(), indent=2))
     if run.skill:
         write(run.out / "skill.json", json.dumps(run.skill))  # with the names and steps of the checkpoint
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)
