@@ -48,8 +48,8 @@ def credit(rewards, ends, T):
 def advantages(values, group_size, scale="none", best_of=1):
     """The values (N, K) of K components of N rewards, compared within groups of G -> advantages (N, K).
 
-    Plain GRPO is the first two lines: a value minus its group's mean. Dividing that by the group's standard deviation,
-    as the first GRPO did, would favour prompts whose answers score alike (Liu et al., 2025, Dr. GRPO); scale="std" does.
+    Plain GRPO is the first two lines: a value minus its group's mean. scale="std" also divides by the group's standard
+    deviation, as the first GRPO did; that favours prompts whose answers score alike (Liu et al., 2025, Dr. GRPO).
     scale="mean" and best_of=k pay more for what is rare, see weights_by_rank().
     """
     groups = values.unflatten(0, (-1, group_size))  # (B, G, K)
@@ -162,7 +162,6 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
         objective = objective * torch.where(mask, weights, 0)
 
     stats = {
-        "tokens": mask.sum().float(),
         "ratio_gap": torch.where(mask, ratio.detach() - 1, 0).abs().sum(),
         "clip_low": (clipped_low & mask).sum().float(),  # tokens whose gradient the clip has changed
         "clip_high": (clipped_high & mask).sum().float(),

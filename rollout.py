@@ -31,6 +31,7 @@ class Batch(NamedTuple):
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     advantages: torch.Tensor | None = None  # (N, T)
     kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
+    kinds: torch.Tensor | None = None  # (N,) the place of a question's kind in the task's LIMITS
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
 

@@ -73,7 +73,7 @@ CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
-KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
+KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token of any kind of question above which the run goes back to its last good state", low=0)
 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
@@ -100,8 +100,8 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, tho
 
 
 def add_advantages(batch, answers, group_size, credit, step=0):
-    """The batch with the advantage of each token (N, T), and with the weight of each row's KL (N,). `step` determines the
-    permutations of CONTROL=shuffle and the k of BEST_OF_SCHEDULE."""
+    """The batch with the advantage of each token (N, T), the weight of each row's KL (N,) and its kind of question (N,).
+    `step` determines the permutations of CONTROL=shuffle and the k of BEST_OF_SCHEDULE."""
     pieces = [a.grade.pieces if credit == "piece" else [("reward", a.grade.reward)] for a in answers]
     values, piece_mask = grpo.credit(pieces, [a.ends for a in answers], batch.tokens.shape[1])
     if CONTROL == "shuffle":  # each answer gets those of a random one in its group
@@ -112,23 +112,25 @@ def add_advantages(batch, answers, group_size, credit, step=0):
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
     kl_weights = torch.tensor([getattr(task, "KL_WEIGHTS", {}).get(a.question.kind, 1.0) for a in answers])
+    kinds = torch.tensor([[*task.LIMITS].index(a.question.kind) for a in answers])
     device = batch.tokens.device
-    return batch._replace(advantages=advantages.to(device), kl_weights=kl_weights.to(device))
+    return batch._replace(advantages=advantages.to(device), kl_weights=kl_weights.to(device), kinds=kinds.to(device))
 
 
 def forward(model, batch, temperature):
     """Logprobs and entropies (N, T) of a batch's completions, under the distribution that they were sampled from."""
     tokens, places = once(batch.tokens, len(batch.prompts))  # (B·R, T), (N,)
-    states = compiled_score()(model, batch.prompts, batch.prompt_lengths, tokens)  # (B·R, T, C)
+    states = compiled_score(type(model))(model, batch.prompts, batch.prompt_lengths, tokens)  # (B·R, T, C)
     found = grpo.logprobs_and_entropy(states, tokens, temperature, model.head, model.config.vocab_size)
     return [values[places] for values in found]
 
 
 @functools.cache
-def compiled_score():
-    """GPT.score, compiled for policy and reference alike: compiled code rounds differently, and KL must start at 0."""
+def compiled_score(architecture):
+    """The score() of a model's class, compiled once, for policy and reference alike: compiled code rounds differently,
+    and the KL must start at 0."""
     wanted = hardware.compiles(COMPILE, hardware.choose_device(DEVICE))
-    return torch.compile(GPT.score, dynamic=True) if wanted else GPT.score
+    return torch.compile(architecture.score, dynamic=True) if wanted else architecture.score
 
 
 def loss_and_sums(logprobs, batch, normalizer, kl_coef):
@@ -138,12 +140,18 @@ def loss_and_sums(logprobs, batch, normalizer, kl_coef):
         logprobs, old_logprobs, batch.advantages, mask, loss=LOSS, clip_low=CLIP_RANGE, clip_high=CLIP_RANGE_HIGH,
         normalizer=normalizer, weights=grpo.importance_weights(old_logprobs, batch.rollout_logprobs),
     )  # fmt: skip
+    of_rows = {"tokens": mask.sum(1).float()}  # (N,) each
+    of_rows["logprob_gap"] = torch.where(mask, logprobs.detach() - batch.rollout_logprobs, 0).abs().sum(1)
     if batch.ref_logprobs is not None:
         kl = batch.kl_weights[:, None] * grpo.kl(logprobs, batch.ref_logprobs, mask, KL_ESTIMATOR)
         loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-        sums["kl"] = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
+        measured = grpo.kl(logprobs.detach(), batch.ref_logprobs, mask, "k2")  # one token can blow up k3's mean
+        of_rows["kl"] = measured.sum(1)
     sums["loss"] = loss.detach()
-    sums["logprob_gap"] = torch.where(mask, logprobs.detach() - batch.rollout_logprobs, 0).abs().sum()
+    for name, values in of_rows.items():
+        sums[name] = values.sum()
+        for i, kind in enumerate(task.LIMITS):  # all kinds, in this order: each process has to have the same sums
+            sums[f"{kind}/{name}"] = values.where(batch.kinds == i, 0).sum()
     return loss, sums
 
 
@@ -176,7 +184,7 @@ def update(model, reference, optimizers, batches, most_tokens):
                 loss.backward()
             part_sums["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
             sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
-        sums = {name: parallel.total(value) for name, value in sums.items()}
+        sums = dict(zip(sums, parallel.total(torch.stack([*sums.values()]))))
 
         # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
         parallel.sum_gradients(model.parameters())
@@ -195,6 +203,10 @@ def update(model, reference, optimizers, batches, most_tokens):
     metrics = {"loss": first["loss"], "tokens": tokens, "skipped": skipped, "broken": broken}
     metrics |= {name: first[name] / tokens for name in ("logprob_gap", "entropy", "kl") if name in first}
     metrics |= {name: last[name] / tokens for name in ("ratio_gap", "clip_low", "clip_high")}
+    for kind in task.LIMITS:
+        if tokens_of_kind := first[f"{kind}/tokens"]:
+            names = [f"{kind}/{name}" for name in ("logprob_gap", "kl") if f"{kind}/{name}" in first]
+            metrics |= {name: first[name] / tokens_of_kind for name in names}
     return metrics | {"grad_norm": sum(sums["grad_norm"] for sums in epochs) / EPOCHS}
 
 
@@ -357,7 +369,7 @@ def main():
 
         # Going back: after updates that could not be made, or that went too far from the reference
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
-        too_far = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
+        too_far = monitor.highest(metrics, "kl")[0] > KL_DIVERGENCE_THRESHOLD
         if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:

@@ -71,7 +71,8 @@ class Run:
         a_run = whole.is_file() and whole.read_bytes().startswith(MARK)
         only_begun = found == [part] and MARK.startswith(part.read_bytes()[: len(MARK)])  # it was killed as it wrote it
         if found and not a_run and not only_begun:
-            fail(f"OUT_DIR={self.out} contains {found[0].name}, which no run has made; name another folder.")
+            fail(f"OUT_DIR={self.out} contains {found[0].name}, but no run.json that this program has written; name "
+                 "another folder.")  # fmt: skip
 
     def forbid_model_inside(self, source):
         """The start model is read again when a run is resumed, so the run must not overwrite it."""

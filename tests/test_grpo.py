@@ -269,7 +269,9 @@ def test_a_right_answer_that_is_cut_off_is_paid_less(how, toy_settings):
     assert (cut_off < ended - 0.05).all()  # at each of its words
     whole = train.add_advantages(batch, answers, 8, "answer").advantages
     assert (whole[2] < whole[0] - 0.05).all()
-    pieces, _ = grpo.credit([answer.grade.pieces for answer in answers], [answer.ends for answer in answers], len(right))
+    pieces, _ = grpo.credit(
+        [answer.grade.pieces for answer in answers], [answer.ends for answer in answers], len(right)
+    )
     summed = grpo.advantages(pieces, 8, train.SCALE_REWARDS, train.BEST_OF).sum(1)
     torch.testing.assert_close(summed, whole[:, 0], atol=1e-6, rtol=0)
 
@@ -340,7 +342,8 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
     toy_settings(LOSS=loss, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.3, KL_COEF=0.3, KL_ESTIMATOR="k3")
     total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages[:, None].expand(N, T)
     kl_weights = torch.arange(N, dtype=torch.float64)
-    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, kl_weights, old, ref)
+    kinds = torch.arange(N) % 2
+    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, kl_weights, kinds, old, ref)
 
     def expected(x):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
@@ -348,8 +351,12 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
 
     ours = loss_and_gradient(lambda x: train.loss_and_sums(x, batch, total, train.KL_COEF)[0], logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
-    guarded = train.loss_and_sums(logprobs, batch, total, train.KL_COEF)[1]["kl"]  # whatever the estimator and weights
-    torch.testing.assert_close(guarded, grpo.kl(logprobs, ref, mask, "k2").sum())
+    sums = train.loss_and_sums(logprobs, batch, total, train.KL_COEF)[1]
+    guarded = grpo.kl(logprobs, ref, mask, "k2")  # whatever the estimator and weights
+    torch.testing.assert_close(sums["kl"], guarded.sum())
+    for i, kind in enumerate(toy.LIMITS):
+        torch.testing.assert_close(sums[f"{kind}/kl"], guarded[i::2].sum())
+        assert sums[f"{kind}/tokens"] == mask[i::2].sum()
 
 
 def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settings):
@@ -444,7 +451,7 @@ def test_a_loss_that_does_not_exist_is_refused():
 def test_stats_and_importance_weights_by_hand():
     ratio, mask = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).repeat(2, 1), torch.tensor([[1, 1, 1, 0]]).repeat(2, 1)
     args = ratio.log(), torch.zeros(2, 4), torch.tensor([1.0, -1.0]), mask
-    expected = dict(tokens=6, ratio_gap=3, clip_low=1, clip_high=1)
+    expected = dict(ratio_gap=3, clip_low=1, clip_high=1)
     for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2)}.items():
         stats = grpo.policy_loss(*args, **settings(loss, mask))[1]
         assert {k: v.item() for k, v in stats.items()} == pytest.approx(expected | changed)

@@ -88,8 +88,8 @@ def states(run, title):
 
 
 def settings(runs):
-    """How each run was started, the settings that were changed when it was resumed, and all its settings as they were at
-    the end, with the values of each run where they differ."""
+    """How each run was started, which settings were changed when it was resumed, and all its settings at the end, with
+    the values of each run where they differ."""
     tables, page = [], ""
     for run in runs:
         about = {name: value for name, value in run.about.items() if name not in ("versions", "questions", "changes")}
