@@ -11,6 +11,7 @@ from bisect import bisect_right
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "cispo")
@@ -45,37 +46,84 @@ def credit(rewards, ends, T):
 
 
 def advantages(values, group_size, scale="none", best_of=1):
-    """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
+    """The values (N, K) of K components of N rewards, compared within groups of G -> advantages (N, K).
 
-    scale="none"  v - mean; dividing would favour prompts whose answers score alike (Liu et al., 2025, Dr. GRPO)
-    scale="std"   (v - mean) / the standard deviation of the group's rewards (Shao et al., 2024, DeepSeekMath); with
-                  several pieces the root of the sum of their variances, as the variance of their sum may be 0
+    Plain GRPO is the first two lines: a value minus its group's mean. scale="std" also divides by the group's standard
+    deviation, as the first GRPO did; that favours prompts whose answers score alike (Liu et al., 2025, Dr. GRPO).
+    scale="mean" and best_of=k pay more for what is rare, see weights_by_rank().
+    """
+    groups = values.unflatten(0, (-1, group_size))  # (B, G, K)
+    result = groups - groups.mean(1, keepdim=True)
+    if scale == "mean" or best_of > 1:
+        result = advantages_by_rank(groups, weights_by_rank(group_size, scale, best_of))
+    if scale == "std":
+        result = result / (deviation(groups) + 1e-4)
+    alike = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= 1e-6  # (B, 1, K)
+    return result.masked_fill(alike, 0).flatten(0, 1)  # their advantages are 0, not the mean's rounding error
 
-    scale="mean" and best_of=k pay more for what is rare. A group's values are sorted, the differences between
-    neighbours are multiplied by weights and added up again, so the order is kept. If c answers reach a difference's
-    upper value:
 
-    scale   best_of  its weight                             v - mean is then the gradient of
+def deviation(groups):
+    """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K) (Shao et al., 2024, DeepSeekMath). With
+    several components it is the root of the sum of their variances, as the variance of their sum may be 0."""
+    return groups.var(1).sum(1).sqrt()[:, None, None]
+
+
+def weights_by_rank(G, scale, best_of):
+    """The weights (G - 1,) of the differences between neighbours, where a group's answers are sorted by their rewards.
+
+    An answer's advantage is the sum of the weighted differences below it, minus the group's mean of such sums. If all
+    weights are 1, that is plain GRPO. c is the number of answers at or above a difference's upper end:
+
+    scale   best_of  weight                                 the advantages then follow the gradient of
     "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
-    "mean"  1        G / c                                  ∫ log P(v > x) dx (MaxRL, arXiv 2602.02710) without terms of
-                                                            order G and above in 1 - P, the sum of E[best of j] / j
+    "mean"  1        G / c                                  ∫ log P(reward > x) dx (MaxRL, arXiv 2602.02710) without
+                                                            terms of order G and above in 1 - P: Σ E[best of j] / j
     "mean"  k        w(j) / (1 - j/G), summed over          ∫ log P(best of k > x) dx / k, likewise
                      j = k, 2k, 3k, ... < G
     """
-    rewards = groups = values.view(len(values) // group_size, group_size, values.shape[1])  # (B, G, K)
-    alike = groups.amax(1) - groups.amin(1) <= 1e-6  # (B, K); their advantages are 0, not the mean's rounding error
-    if scale == "mean" or best_of > 1:
-        G, C = group_size, math.comb
-        scales = {j: 1 / (1 - j / G) for j in range(best_of, G, best_of)} if scale == "mean" else {best_of: 1}
-        counts = range(G - 1, 0, -1)  # c of each difference, from the lowest to the highest
-        weights = [sum(C(G - 1 - c, j - 1) / C(G - 1, j - 1) * x for j, x in scales.items()) for c in counts]
-        ordered, order = groups.sort(1)  # (B, G, K)
-        differences = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0, *weights])[:, None]
-        groups = groups.scatter(1, order, differences.cumsum(1))  # back in the order of the answers
-    result = groups - groups.mean(1, keepdim=True)
-    if scale == "std":
-        result = result / (rewards.var(1).sum(1).sqrt()[:, None, None] + 1e-4)
-    return result.masked_fill(alike[:, None], 0).flatten(0, 1)
+    if scale == "mean":
+        factors = {j: 1 / (1 - j / G) for j in range(best_of, G, best_of)}
+    else:
+        factors = {best_of: 1}
+    weights = []
+    for c in range(G - 1, 0, -1):  # from the lowest difference to the highest
+        terms = [math.comb(G - 1 - c, j - 1) / math.comb(G - 1, j - 1) * factor for j, factor in factors.items()]
+        weights.append(sum(terms))
+    return weights
+
+
+def advantages_by_rank(groups, weights):
+    """The advantages (B, G, K) of groups (B, G, K), from weights_by_rank().
+
+    The order is that of whole rewards. Each difference between neighbours is divided among the components as the two
+    answers differ in them, so an answer's components add up to its advantage in the group of whole rewards.
+    Answers with equal rewards form a block, and their mean takes their place in that order. An answer differs from its
+    block's mean in single components only, and is paid for that by the mean of the weights inside the block. The result
+    is the mean over all orders in which the answers of a block could stand.
+
+    Where each component judges the whole answer, this is the exact gradient that weights_by_rank() names. Where a
+    component judges words of its own, it is credit assignment, and those words may be paid against the component's own
+    order: the best answer can get less in it than answers that have nothing there, because the second best had more.
+    """
+    rewards, order = groups.sum(2).sort(1)  # (B, G)
+    order = order[..., None].expand_as(groups)
+    ordered = groups.gather(1, order)  # (B, G, K)
+    begins = F.pad(rewards.diff(dim=1) > 1e-6, (1, 0), value=True)  # (B, G): whether an answer is its block's first one
+    block = begins.cumsum(1) - 1  # (B, G): the number of each answer's block
+
+    def sum_of_block(x):
+        index = block[..., None].expand_as(x)
+        return torch.zeros_like(x).scatter_add(1, index, x).gather(1, index)
+
+    means = sum_of_block(ordered) / sum_of_block(torch.ones_like(ordered))  # (B, G, K)
+    weights = torch.tensor([0.0, *weights], dtype=groups.dtype)[:, None]  # (G, 1): there is nothing below the lowest
+    climbed = (weights * means.diff(dim=1, prepend=means[:, :1])).cumsum(1)  # (B, G, K)
+
+    inside = (~begins)[..., None].to(groups.dtype)  # (B, G, 1)
+    weight_inside = sum_of_block(weights * inside) / sum_of_block(inside).clamp(min=1)
+    paid = climbed + weight_inside * (ordered - means)
+    paid = torch.empty_like(paid).scatter(1, order, paid)  # back in the order of the answers
+    return paid - paid.mean(1, keepdim=True)
 
 
 # ---- The policy loss ---------------------------------------------------------------------------------------
@@ -108,16 +156,17 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
         objective = weight * advantages * logprobs
         clipped_low = torch.zeros_like(mask)
         clipped_high = too_high & (advantages != 0)
-    else:
+    elif loss in ("grpo", "dapo", "dr_grpo"):
         clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
         objective = torch.min(ratio * advantages, clipped_ratio * advantages)
         clipped_low = too_low & (advantages < 0)
         clipped_high = too_high & (advantages > 0)
+    else:
+        raise ValueError(f"{loss!r} is not a policy loss; there are {', '.join(LOSSES)}.")
     if weights is not None:
         objective = objective * torch.where(mask, weights, 0)
 
     sums = {
-        "tokens": mask.sum().float(),
         "ratio_gap": torch.where(mask, ratio.detach() - 1, 0).abs().sum(),
         "clip_low": (clipped_low & mask).sum().float(),  # tokens whose gradient the clip has changed
         "clip_high": (clipped_high & mask).sum().float(),

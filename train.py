@@ -82,7 +82,7 @@ CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
-KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token above which the run goes back to its last good state", low=0)
+KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "KL per token of any kind of question above which the run goes back to its last good state", low=0)
 
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
@@ -156,8 +156,8 @@ def main():
 
         # Going back: after updates that could not be made, or that went too far from the reference
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
-        too_far = metrics.get("kl", 0) > KL_DIVERGENCE_THRESHOLD
-        if metrics["broken"] or too_far or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
+        kl, _ = monitor.highest(metrics, "kl")  # of the kind of question where the policy has gone furthest
+        if metrics["broken"] or kl > KL_DIVERGENCE_THRESHOLD or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
             run.good = snapshot  # the weights before this update: now their answers and their KL are known to be sound
@@ -240,14 +240,15 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part in parts))
     epochs, skipped = [], 0
     for _ in range(EPOCHS):
-        sums = {}  # over the tokens of all parts
+        sums = empty_sums(model.wte.weight.device, has_kl=reference is not None)
         for part in parts:
             for name, value in backward(model, reference, part, normalizer).items():
-                sums[name] = sums.get(name, 0) + value
-        sums = {name: parallel.total(value) for name, value in sums.items()}
+                sums[name] = sums[name] + value
+        totals = parallel.total(torch.stack([*sums.values()]))  # of all processes, in one call
         parallel.sum_gradients(model.parameters())
-        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        totals = as_numbers(sums)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        numbers = torch.cat([totals, grad_norm[None]]).tolist()  # one GPU sync for all of them
+        totals = dict(zip([*sums, "grad_norm"], numbers))
         epochs.append(totals)
         if check and len(epochs) == 1:
             fail_if(monitor.check_agreement(per_token(totals), model.dtype))
@@ -259,16 +260,36 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad(set_to_none=True)
-    is_broken = not torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+    is_finite = torch.stack([p.isfinite().all() for p in model.parameters()]).all()
 
     # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
-    first, last = epochs[0], epochs[-1]
-    moved = per_token(last)
-    metrics = {"loss": first["loss"], "tokens": int(first["tokens"]), "skipped": skipped, "broken": is_broken}
-    metrics |= {name: value for name, value in per_token(first).items() if name in ("logprob_gap", "entropy", "kl")}
-    metrics |= {name: moved[name] for name in ("ratio_gap", "clip_low", "clip_high")}
+    first, last = per_token(epochs[0]), per_token(epochs[-1])
+    metrics = {"loss": epochs[0]["loss"], "tokens": int(epochs[0]["tokens"]), "skipped": skipped}
+    metrics["broken"] = not is_finite
+    metrics |= {name: value for name, value in first.items() if name.endswith(("logprob_gap", "kl", "entropy"))}
+    metrics |= {name: last[name] for name in ("ratio_gap", "clip_low", "clip_high")}
     metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
     return metrics
+
+
+def empty_sums(device, has_kl):
+    """Zeros for everything that is summed over tokens: with several processes, each has to have the same sums, also of
+    kinds of questions that it was not given."""
+    of_kinds = ["tokens", "logprob_gap"] + ["kl"] * has_kl
+    names = ["loss", "entropy", "ratio_gap", "clip_low", "clip_high", *of_kinds]
+    names += [f"{kind}/{name}" for kind in task.LIMITS for name in of_kinds]
+    return {name: torch.zeros((), device=device) for name in names}
+
+
+def per_token(totals):
+    """Means over the tokens of all answers, or of the kind of question that a name begins with."""
+    means = {}
+    for name, total in totals.items():
+        kind, _, figure = name.rpartition("/")
+        tokens = totals[f"{kind}/tokens" if kind else "tokens"]
+        if tokens and figure != "tokens":
+            means[name] = total / tokens
+    return means
 
 
 def backward(model, reference, part, normalizer):
@@ -300,15 +321,16 @@ def forward(model, part, temperature):
 
 def score(model, part, completions, temperature):
     """Logprobs and entropies of completions (B·U, T), whose groups share the prompts of the part."""
-    hidden = compiled_score()(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
+    hidden = compiled_score(type(model))(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
     return grpo.logprobs_and_entropy(hidden, completions, model.head, model.config.vocab_size, temperature)
 
 
 @functools.cache
-def compiled_score():
-    """GPT.score, compiled for policy and reference alike: compiled code rounds differently, and KL must start at 0."""
+def compiled_score(architecture):
+    """The score() of a model's class, compiled once, for policy and reference alike: compiled code rounds differently,
+    and the KL must start at 0."""
     wanted = hardware.compiles(COMPILE, hardware.choose_device(DEVICE))
-    return torch.compile(GPT.score, dynamic=True) if wanted else GPT.score
+    return torch.compile(architecture.score, dynamic=True) if wanted else architecture.score
 
 
 def loss_and_sums(logprobs, part, normalizer, kl_coef):
@@ -325,23 +347,18 @@ def loss_and_sums(logprobs, part, normalizer, kl_coef):
         normalizer=normalizer,
         weights=grpo.importance_weights(old_logprobs, part.rollout_logprobs),
     )
+    measured = {
+        "tokens": mask.sum().float(),
+        "logprob_gap": torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum(),
+    }
     if part.ref_logprobs is not None:
         kl = part.kl_weights[:, None] * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
         loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
-        sums["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()  # one token can blow up k3's mean
+        # Whatever KL_ESTIMATOR is, k2 is measured: a single token can blow up k3's mean.
+        measured["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()
+    sums |= measured | {f"{part.kind}/{name}": value for name, value in measured.items()}
     sums["loss"] = loss.detach()
-    sums["logprob_gap"] = torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum()
     return loss, sums
-
-
-def as_numbers(sums):
-    """Tensors of one number each as numbers, with one GPU sync for all of them."""
-    numbers = torch.stack(list(sums.values())).tolist()
-    return dict(zip(sums, numbers))
-
-
-def per_token(totals):
-    return {name: value / int(totals["tokens"]) for name, value in totals.items()}
 
 
 # ---- After the update --------------------------------------------------------------------------------------

@@ -23,28 +23,30 @@ from nanorook.task import as_sum, earned, kinds_of, prompt_text
 
 def diagnose(m, past, kl_threshold, max_grad_norm):
     """The state of a step with metrics `m` after the steps `past`: that of its worst kind of question."""
+    kl, far = highest(m, "kl")
+    gap, apart = highest(m, "logprob_gap")
     rules = [
         ("red", m["broken"], "an update left weights that are not finite: lower LR"),
         ("red", m["skipped"] > 0, "a loss or gradient was not finite, so the update was skipped: lower LR"),
-        ("red", m.get("kl", 0) > kl_threshold, "the policy is far from the reference: raise KL_COEF or lower LR"),
+        ("red", kl > kl_threshold, f"the policy is far from the reference in {far} answers: raise KL_COEF or lower LR"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above MAX_GRAD_NORM: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "much of the update is clipped: lower LR or EPOCHS"),
-        ("yellow", m["logprob_gap"] > 0.05, "sampling and training disagree: use DTYPE=float32"),
+        ("yellow", gap > 0.05, f"sampling and training disagree about {apart} answers: use DTYPE=float32"),
     ]
     for kind in sorted(kinds_of(m), key=lambda kind: m[f"{kind}/reward"]):  # the worst first
         names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
-        reward, highest, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
+        reward, best, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
         ended = bool(past) and past[0].get(f"{kind}/hit_limit", 1) < 0.2  # at the run's first step
         older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
-            ("yellow", highest - reward < 1e-6 and reward < 0.8,
+            ("yellow", best - reward < 1e-6 and reward < 0.8,
              f"every {kind} answer earns {reward:.4g}: does the task cap the reward?"),
             ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
              f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit on new tokens"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and read samples.jsonl"),
-            ("red", highest <= 0, f"no {kind} answer earns anything: ask easier questions, or reward partial success"),
+            ("red", best <= 0, f"no {kind} answer earns anything: ask easier questions, or reward partial success"),
             ("yellow", alike > 0.5 and reward < 0.8,
              f"in most {kind} groups all answers earn the same: raise TEMPERATURE or GROUP_SIZE"),
             ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),
@@ -55,8 +57,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
 
 
 def check_answers(metrics, limits):
-    """A sentence if too few of a run's first answers are well-formed; otherwise empty."""
-    structure, kind = worst(metrics, "structure")
+    """A sentence if too few of a run's first answers to a kind of question are well-formed; otherwise empty."""
+    structure, kind = lowest(metrics, "structure")
     if structure < 0.2:
         cut_off = metrics[f"{kind}/hit_limit"]
         return (f"only {structure:.0%} of the first {kind} answers are well-formed, and {cut_off:.0%} hit their limit: "
@@ -66,21 +68,34 @@ def check_answers(metrics, limits):
 
 
 def check_agreement(metrics, dtype):
-    """A sentence if sampler, policy and reference disagree before the first update; otherwise empty."""
-    gap, kl, exact = metrics["logprob_gap"], metrics.get("kl", 0.0), dtype == torch.float32
+    """A sentence if sampler, policy and reference disagree about the answers to a kind of question before the first
+    update; otherwise empty."""
+    exact = dtype == torch.float32
+    gap, kind = highest(metrics, "logprob_gap")
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
-        return (f"sampling and training disagree by {gap:.4f} nats per token before any update, which only a bug or "
-                "weights that are not finite can cause.")  # fmt: skip
-    if not kl < (1e-5 if exact else 1e-3):  # in bf16, code with and without gradients may round differently
-        return f"KL to the reference is {kl:.5f} before any update, so the reference is not the start model."
+        return (f"sampling and training disagree by {gap:.4f} nats per token of the {kind} answers before any update, "
+                "which only a bug or weights that are not finite can cause.")  # fmt: skip
+    kl, kind = highest(metrics, "kl")
+    if kind and not kl < (1e-5 if exact else 1e-3):  # in bf16, code with and without gradients may round differently
+        return (f"KL to the reference is {kl:.5f} in {kind} answers before any update, so the reference is not the "
+                "start model.")  # fmt: skip
     return ""
 
 
-def worst(m, name):
-    """(value, kind) of a metric where it is lowest: a mean over kinds would hide a broken kind. If no kind has the
-    metric, the value is NaN, for which every comparison is false."""
-    kinds = ((value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name])
-    return min(kinds, default=(math.nan, ""))
+def lowest(m, name):
+    """(value, kind) of a metric for the kind of question where it is lowest: a mean over kinds would hide a broken one.
+    If no kind has the metric, the value is NaN, for which every comparison is false."""
+    return min(of_kinds(m, name), default=(math.nan, ""))
+
+
+def highest(m, name):
+    """As lowest(), where it is highest, or NaN."""
+    return max(of_kinds(m, name), key=lambda item: (math.isnan(item[0]), item[0]), default=(math.nan, ""))
+
+
+def of_kinds(m, name):
+    """[(value, kind), ...] of a metric that each kind of question has."""
+    return [(value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name]]
 
 
 def by_kind(answers):
@@ -219,15 +234,18 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
 
 
 def open_log(run, model, questions):
-    """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json names the
-    held-out questions, in the order of figures(), for comparisons with other runs."""
+    """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json, the first
+    file of a run, names the settings that were changed on the way and the held-out questions, in the order of
+    figures(), for comparisons with other runs."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
-    about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
+    about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK
+    about |= describe("./train.sh", model.wte.weight.device, model.dtype)
+    about |= {"changes": run.changes, "questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
-    write(run.out / "settings.json", json.dumps(values(), indent=2))
     write(run.out / "run.json", json.dumps(about))
+    write(run.out / "settings.json", json.dumps(values(), indent=2))
     if run.skill:
         write(run.out / "skill.json", json.dumps(run.skill))  # with the names and steps of the checkpoint
     rewind(run.out / "samples.jsonl", step if evaluated else step - 1)

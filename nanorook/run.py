@@ -30,8 +30,10 @@ from nanorook.verdict import card, verdict
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run makes in OUT_DIR
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json report*.html model wandb tensorboard".split()
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json model wandb tensorboard".split()
+MADE += ["report.html", "report-beside-*.html"]
 MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
+MARK = b'{"program": "nanorook"'  # how run.json begins, which a run writes first, and which FRESH=1 deletes last
 
 
 class Run:
@@ -49,6 +51,7 @@ class Run:
         self.lr_factor = 1.0  # lowered each time the run goes back
         self.skipped_in_a_row = 0
         self.rollbacks = 0
+        self.changes = []  # of settings when it was resumed: [step, name, old value, new value]
         self.good = None  # the last state known to be healthy, see snapshot()
         self.record = ""  # its name in the dashboard of REPORT_TO
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
@@ -56,16 +59,20 @@ class Run:
 
     def acquire_lock(self):
         """Locks OUT_DIR until this process ends, however it ends. A folder with files that are named like those of a
-        run, but belong to none, is refused."""
+        run is refused unless its run.json says that this program has made it."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.out / ".lock", "w")
+            self.lock = open(self.out / ".lock", "a")  # not "w", as it may be somebody's
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"OUT_DIR={self.out} is in use by another run; wait for it to end, or name another folder.")
-        first = self.out / "settings.json", self.out / ".settings.json"  # what a run writes first, and a part of it
-        if (found := self.found()) and not any(path.exists() for path in first):
-            fail(f"OUT_DIR={self.out} contains {found[0].name}, which no run has made; name another folder.")
+        found = self.found()
+        whole, part = self.out / "run.json", self.out / ".run.json"
+        a_run = whole.is_file() and whole.read_bytes().startswith(MARK)
+        only_begun = found == [part] and MARK.startswith(part.read_bytes()[: len(MARK)])  # it was killed as it wrote it
+        if found and not a_run and not only_begun:
+            fail(f"OUT_DIR={self.out} contains {found[0].name}, but no run.json that this program has written; name "
+                 "another folder.")  # fmt: skip
 
     def forbid_model_inside(self, source):
         """The start model is read again when a run is resumed, so the run must not overwrite it."""
@@ -84,11 +91,11 @@ class Run:
 
     def found(self):
         """Files with names that a run uses; if there is no run here, they belong to somebody else."""
-        return [path for path in self.out.iterdir() if any(map(path.match, MADE))]
+        return sorted(path for path in self.out.iterdir() if any(map(path.match, MADE)))
 
     def clear(self):
         Run.cleared = True
-        for path in sorted(self.found(), key=lambda path: path.name == "settings.json"):  # last: see acquire_lock()
+        for path in sorted(self.found(), key=lambda path: path.name == "run.json"):  # last: see acquire_lock()
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -110,7 +117,9 @@ class Run:
         if not saved.keys() >= {*self.kept}:
             fail(f"the run in {self.out} was started by an older version of this program; start over with FRESH=1.")
         vars(self).update({name: saved[name] for name in self.kept})
-        settings.check_resumed(saved["settings"], parallel.log)
+        for name, was, value in settings.changed_since(saved["settings"]):
+            parallel.log(f"{name} was {was} and is now {value}")
+            self.changes.append([self.step, name, was, value])
         if saved["settings"]["MICROBATCH_TOKENS"]:
             self.microbatch = 0  # it was given, not chosen
         if self.step > steps or (self.step == steps and finished(self.out)):

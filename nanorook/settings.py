@@ -19,6 +19,13 @@ HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
 ROOT = Path(__file__).parent.parent
 
+# What may be another value when a run is resumed. All else belongs to the run: what it learns from, and by which rule.
+# That includes every setting of the task's own, and settings that a later version adds.
+MAY_CHANGE = "OUT_DIR FRESH STEPS BATCH_POSITIONS GROUP_SIZE EPOCHS OVERFIT LR LR_SCHEDULE WARMUP_STEPS".split()
+MAY_CHANGE += "MAX_GRAD_NORM CLIP_RANGE CLIP_RANGE_HIGH KL_COEF KL_DIVERGENCE_THRESHOLD EVAL_EVERY".split()
+MAY_CHANGE += "EVAL_POSITIONS EVAL_SAMPLES REPORT_TO SAVE_EVERY RECOVERY_LR_FACTOR MAX_CONSECUTIVE_NANS".split()
+MAY_CHANGE += "DEVICE DTYPE COMPILE MICROBATCH_TOKENS NPROC".split()
+
 
 def fail(message):
     """Ends the program with one line; if the message quotes a longer error, only its first line is shown."""
@@ -158,12 +165,13 @@ def in_words(*always):
     return " ".join(f"{name}={values()[name]}" for name in (*always, *changed))
 
 
-def check_resumed(old, log):
-    """Compares settings with those of the run that is resumed: a change that makes it another run is refused."""
-    for name, value in values().items():
-        if name in old and old[name] != value and name not in ("OUT_DIR", "FRESH"):
-            if name in ("MODEL", "DATA", "TASK", "SEED", "TEMPERATURE"):
-                was = f"{name}={old[name]}" if old[name] != "" else f"no {name}"
-                fail(f"the run in OUT_DIR was started with {was}; use that again, name another OUT_DIR, or start over "
-                     "with FRESH=1.")  # fmt: skip
-            log(f"{name} was {old[name]} and is now {value}")
+def changed_since(old):
+    """[(name, old value, new value), ...] of the settings that differ from those of the run that is resumed. A change
+    that makes it another run is refused."""
+    changed = [(name, old[name], value) for name, value in values().items() if name in old and old[name] != value]
+    for name, was, _ in changed:
+        if name not in MAY_CHANGE:
+            was = f"{name}={was}" if was != "" else f"no {name}"
+            fail(f"the run in OUT_DIR was started with {was}; use that again, name another OUT_DIR, or start over with "
+                 "FRESH=1.")  # fmt: skip
+    return [change for change in changed if change[0] not in ("OUT_DIR", "FRESH")]

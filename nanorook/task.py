@@ -23,7 +23,8 @@ from nanorook import parallel
 from nanorook.settings import ROOT, fail
 from nanorook.tokenizer import Special
 
-TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit"  # metrics that each kind of question has anyway
+# Metrics that each kind of question has anyway
+TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit", "kl", "logprob_gap"
 
 
 class Question(NamedTuple):

@@ -116,16 +116,16 @@ def test_a_run_on_the_cpu_leaves_the_gpu_alone(gpu, toy_run, tmp_path):
 
 def test_the_bounds_of_the_first_step_are_those_of_the_precision():
     """A fifth of the answers of each kind have to be well-formed."""
-    good = {"logprob_gap": 0.0, "q/structure": 0.2, "q/hit_limit": 0.0}
+    good = {"q/logprob_gap": 0.0, "q/structure": 0.2, "q/hit_limit": 0.0}
     assert not monitor.check_start(good, torch.float32, toy.LIMITS)
     assert "well-formed" in monitor.check_start(good | {"q/structure": 0.19}, torch.float32, toy.LIMITS)
-    assert not monitor.check_start(good | {"logprob_gap": 2e-3}, torch.bfloat16, toy.LIMITS)
-    assert "disagree" in monitor.check_start(good | {"logprob_gap": 2e-3}, torch.float32, toy.LIMITS)
+    assert not monitor.check_start(good | {"q/logprob_gap": 2e-3}, torch.bfloat16, toy.LIMITS)
+    assert "disagree" in monitor.check_start(good | {"q/logprob_gap": 2e-3}, torch.float32, toy.LIMITS)
 
 
 def test_the_bound_of_the_first_kl_is_that_of_the_precision():
     """Seen with GPT-2's kernels on two devices in bf16: 4e-5."""
-    metrics = {"logprob_gap": 0.0, "kl": 4e-5}
+    metrics = {"q/logprob_gap": 0.0, "q/kl": 4e-5}
     assert monitor.check_start(metrics, torch.bfloat16, toy.LIMITS) == ""
     assert "not the start model" in monitor.check_start(metrics, torch.float32, toy.LIMITS)
 

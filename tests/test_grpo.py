@@ -8,9 +8,11 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
+import rewards
 import rollout
 import toy
 import train
+from examples import gsm8k, mates
 from nanorook.task import Grade, shuffled
 from rollout import Answer, Batch
 
@@ -163,11 +165,9 @@ def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
         return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
     def estimated(**how):
-        loss = 0
-        for group in map(list, product(range(3), repeat=G)):
-            paid = grpo.advantages(values[group][:, None], G, **how)[:, 0]
-            loss = loss + logp[group].sum().exp().detach() * (paid * logp[group]).mean()
-        return gradient(loss)
+        groups = torch.tensor([*product(range(3), repeat=G)])  # (3^5, G)
+        paid = grpo.advantages(values[groups.flatten()][:, None], G, **how).view(-1, G)
+        return gradient((logp[groups].sum(1).exp().detach() * (paid * logp[groups]).mean(1)).sum())
 
     for k in range(1, G):
         torch.testing.assert_close(estimated(best_of=k), (1 / k - 1 / G) * gradient(best_of(k)))
@@ -175,12 +175,105 @@ def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
         torch.testing.assert_close(estimated(scale="mean", best_of=k), expected)
 
 
-def test_a_piece_that_is_earned_or_not_is_divided_by_its_mean():
+def test_a_reward_that_is_earned_or_not_is_divided_by_its_mean():
     earned = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])[:, None]
-    weights = torch.tensor([0.5, -0.3])  # a piece may be a penalty: then it is what lacks it that is weighed
+    weights = torch.tensor([0.5, -0.3])  # a right answer has both components, of which one may be a penalty
     found = grpo.advantages(earned * weights, 4, "mean")
-    torch.testing.assert_close(found[:, 0], 0.5 * torch.tensor([3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1]))
-    torch.testing.assert_close(found[:, 1], 0.3 * torch.tensor([-1.0, 1 / 3, 1 / 3, 1 / 3, -1, -1, -1, 3]))
+    divided = torch.tensor([3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1])
+    torch.testing.assert_close(found, divided[:, None] * weights)
+
+
+def in_every_order(group, weights):
+    """The definition: the weighted differences up to an answer, component by component, as the mean over all orders
+    from the lowest reward to the highest."""
+    G, rewards = len(group), group.sum(1)
+    orders = [order for order in permutations(range(G)) if (rewards[[*order]].diff() > -1e-6).all()]
+    result = torch.zeros_like(group)
+    for order in orders:
+        climbed = torch.zeros_like(group[0])
+        for weight, lower, upper in zip(weights, order, order[1:]):
+            climbed = climbed + weight * (group[upper] - group[lower])
+            result[upper] += climbed / len(orders)
+    return result - result.mean(0)
+
+
+@pytest.mark.parametrize("how", [dict(scale="mean"), dict(best_of=2), dict(best_of=4), dict(scale="mean", best_of=2)])
+def test_components_are_weighed_in_the_order_of_whole_rewards(how):
+    """Random groups with ties, also between answers that differ in their components, and with negative values."""
+    random, G = torch.Generator().manual_seed(0), 5
+    for K in 1, 2, 3:
+        groups = torch.randint(-1, 3, (10, G, K), generator=random, dtype=torch.float64) / 4
+        found = grpo.advantages(groups.flatten(0, 1), G, **how).unflatten(0, (-1, G))
+        weights = grpo.weights_by_rank(G, how.get("scale", "none"), how.get("best_of", 1))
+        for group, paid in zip(groups, found):
+            torch.testing.assert_close(paid, in_every_order(group, weights), atol=1e-14, rtol=0)
+        whole = grpo.advantages(groups.sum(2).flatten()[:, None], G, **how).view(-1, G)
+        torch.testing.assert_close(found.sum(2), whole, atol=1e-14, rtol=0)
+        plain = grpo.advantages_by_rank(groups, [1.0] * (G - 1))
+        torch.testing.assert_close(plain, groups - groups.mean(1, keepdim=True), atol=1e-14, rtol=0)
+        shuffled_rows = torch.randperm(G, generator=random)
+        again = grpo.advantages(groups[:, shuffled_rows].flatten(0, 1), G, **how).unflatten(0, (-1, G))
+        torch.testing.assert_close(again, found[:, shuffled_rows], atol=1e-14, rtol=0)
+
+
+def test_with_components_best_of_k_is_still_the_gradient_of_the_best_of_k_answers():
+    """Exactly, over all groups of six of a policy with four answers. Two earn one component each, one most of both.
+    Each component by itself would make the first two likelier, which the expected best of two answers does not."""
+    components = torch.tensor([[1, 0], [0, 1], [0.8, 0.8], [0, 0]], dtype=torch.float64)
+    G, k, logits = 6, 2, torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(0)
+    groups = torch.tensor([*product(range(4), repeat=G)])  # (4^6, G)
+    paid = grpo.advantages(components[groups.flatten()], G, best_of=k).sum(1).view(-1, G)
+    loss = (logp[groups].sum(1).exp().detach() * (paid * logp[groups]).mean(1)).sum()
+    found = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    torch.testing.assert_close(found, torch.tensor([-1 / 120, -1 / 120, 1 / 15, -1 / 20], dtype=torch.float64))
+
+    pairs, rewards = torch.tensor([*product(range(4), repeat=k)]), components.sum(1)
+    best = (logp[pairs].sum(1).exp() * rewards[pairs].amax(1)).sum()
+    torch.testing.assert_close(found, (1 / k - 1 / G) * torch.autograd.grad(best, logits)[0])
+
+
+def by_component(values, G, weights):
+    """The advantages of a version of this project that weighed each component in its own order."""
+    ordered, order = values.view(-1, G, values.shape[1]).sort(1)
+    differences = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0.0, *weights])[:, None]
+    paid = torch.empty_like(ordered).scatter(1, order, differences.cumsum(1))
+    return (paid - paid.mean(1, keepdim=True)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("how", [dict(scale="mean"), dict(best_of=2), dict(best_of=4), dict(scale="mean", best_of=4)])
+@pytest.mark.parametrize("rungs", [*rewards.FIRST_WEIGHTS.values(), *mates.WEIGHTS.values()])
+def test_first_moves_are_ladders_so_single_components_have_the_same_order(rungs, how):
+    """Each rung of such an answer includes the one below."""
+    reached = torch.randint(len(rungs) + 1, (64 * 32, 1), generator=torch.Generator().manual_seed(0))
+    values = torch.tensor([*rungs.values()]) * (torch.arange(len(rungs)) < reached)
+    weights = grpo.weights_by_rank(32, how.get("scale", "none"), how.get("best_of", 1))
+    found = grpo.advantages(values, 32, **how)
+    assert found.abs().max() > 0.01
+    torch.testing.assert_close(found, by_component(values, 32, weights), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("how", [dict(BEST_OF=2), dict(SCALE_REWARDS="mean"), dict(SCALE_REWARDS="mean", BEST_OF=2)])
+def test_a_right_answer_that_is_cut_off_is_paid_less(how, toy_settings):
+    """Two right answers of eight, a right one without its end, and five that earn nothing."""
+    right, asked = "8 + 10 = 18\n#### 18", toy.Question("gsm8k", "", "18")
+    texts = [right, right, right, *["I do not know."] * 5]
+    answers = []
+    for n, text in enumerate(texts):
+        grade = gsm8k.grade(asked, text, hit_limit=n == 2)
+        answers.append(Answer(ASKED, text, [*range(1, len(text) + 1)], n == 2, grade))
+    assert [answer.grade.reward for answer in answers] == [1, 1, 0.3, 0, 0, 0, 0, 0]
+    batch = Batch(*[None] * 2, torch.zeros(8, len(right)), *[None] * 3)
+    toy_settings(GROUP_SIZE=8, **how)
+    ended, _, cut_off, *_ = train.add_advantages(batch, answers, 8, "piece").advantages
+    assert (cut_off < ended - 0.05).all()  # at each of its words
+    whole = train.add_advantages(batch, answers, 8, "answer").advantages
+    assert (whole[2] < whole[0] - 0.05).all()
+    pieces, _ = grpo.credit(
+        [answer.grade.pieces for answer in answers], [answer.ends for answer in answers], len(right)
+    )
+    summed = grpo.advantages(pieces, 8, train.SCALE_REWARDS, train.BEST_OF).sum(1)
+    torch.testing.assert_close(summed, whole[:, 0], atol=1e-6, rtol=0)
 
 
 def test_best_of_is_divided_by_the_deviation_of_the_rewards_themselves():
@@ -249,7 +342,8 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
     toy_settings(LOSS=loss, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.3, KL_COEF=0.3, KL_ESTIMATOR="k3")
     total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages[:, None].expand(N, T)
     kl_weights = torch.arange(N, dtype=torch.float64)
-    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, kl_weights, old, ref)
+    kinds = torch.arange(N) % 2
+    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, kl_weights, kinds, old, ref)
 
     def expected(x):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
@@ -257,8 +351,12 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
 
     ours = loss_and_gradient(lambda x: train.loss_and_sums(x, batch, total, train.KL_COEF)[0], logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
-    guarded = train.loss_and_sums(logprobs, batch, total, train.KL_COEF)[1]["kl"]  # whatever the estimator and weights
-    torch.testing.assert_close(guarded, grpo.kl(logprobs, ref, mask, "k2").sum())
+    sums = train.loss_and_sums(logprobs, batch, total, train.KL_COEF)[1]
+    guarded = grpo.kl(logprobs, ref, mask, "k2")  # whatever the estimator and weights
+    torch.testing.assert_close(sums["kl"], guarded.sum())
+    for i, kind in enumerate(toy.LIMITS):
+        torch.testing.assert_close(sums[f"{kind}/kl"], guarded[i::2].sum())
+        assert sums[f"{kind}/tokens"] == mask[i::2].sum()
 
 
 def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settings):
@@ -344,10 +442,16 @@ def test_what_the_mask_hides_never_counts(loss):
     assert run(logprobs, old, ref, weights)[0].isnan()  # a NaN that counts is not hidden
 
 
+def test_a_loss_that_does_not_exist_is_refused():
+    logprobs, old, _, advantages, mask, _ = made_up()
+    with pytest.raises(ValueError, match="'ppo' is not a policy loss; there are grpo, dapo, dr_grpo, cispo"):
+        grpo.policy_loss(logprobs, old, advantages, mask, **settings("ppo", mask))
+
+
 def test_stats_and_importance_weights_by_hand():
     ratio, mask = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).repeat(2, 1), torch.tensor([[1, 1, 1, 0]]).repeat(2, 1)
     args = ratio.log(), torch.zeros(2, 4), torch.tensor([1.0, -1.0]), mask
-    expected = dict(tokens=6, ratio_gap=3, clip_low=1, clip_high=1)
+    expected = dict(ratio_gap=3, clip_low=1, clip_high=1)
     for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2)}.items():
         stats = grpo.policy_loss(*args, **settings(loss, mask))[1]
         assert {k: v.item() for k, v in stats.items()} == pytest.approx(expected | changed)

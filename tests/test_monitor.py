@@ -9,7 +9,7 @@ from rollout import Answer
 
 HEALTHY = dict(broken=False, skipped=0, kl=0, frac_zero_std=0, grad_norm=1, reward=0.5)
 HEALTHY |= dict(clip_low=0, clip_high=0, logprob_gap=0)
-KIND = dict(hit_limit=0, reward_max=1, frac_zero_std=0, reward=0.5, structure=1.0)
+KIND = dict(hit_limit=0, reward_max=1, frac_zero_std=0, reward=0.5, structure=1.0, kl=0, logprob_gap=0)
 HEALTHY |= {f"{kind}/{name}": value for kind in "ab" for name, value in KIND.items()}
 
 
@@ -33,9 +33,9 @@ def test_the_log_looks_back_on_the_first_step_and_on_the_last_forty(tmp_path):
 
 
 STATES = {
-    "red": [{"broken": True}, {"skipped": 1}, {"kl": 1.5}, {"b/structure": 0.1}, {"b/hit_limit": 0.9}]
+    "red": [{"broken": True}, {"skipped": 1}, {"b/kl": 1.5}, {"b/structure": 0.1}, {"b/hit_limit": 0.9}]
     + [{"b/reward_max": -1}],
-    "yellow": [{"b/frac_zero_std": 0.6}, {"clip_low": 0.4}, {"logprob_gap": 0.1}, {"b/reward": 0.1}]  # it falls
+    "yellow": [{"b/frac_zero_std": 0.6}, {"clip_low": 0.4}, {"b/logprob_gap": 0.1}, {"b/reward": 0.1}]  # it falls
     + [{"b/hit_limit": 0.3}, {"b/structure": 0.5}, {"grad_norm": 11}],
     "green": [{}, {"b/frac_zero_std": 0.6, "b/reward": 0.9}],  # most questions are solved
 }

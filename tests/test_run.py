@@ -94,17 +94,39 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
     """A folder where no run has been is not even begun in: a `model` there is somebody's."""
     save(tmp_path / "model", 1)
     (tmp_path / ".unfinished/step-000002").mkdir(parents=True)  # left by a process that was killed
-    with pytest.raises(SystemExit, match="contains .*, which no run has made; name another folder"):
+    with pytest.raises(
+        SystemExit, match="contains .*, but no run.json that this program has written; name another folder"
+    ):
         Run(tmp_path).acquire_lock()
-    for name in ("settings.json", "thesis.tex"):
+    for name in ("settings.json", "thesis.tex", "report-2024.html", "report.html", "report-beside-b.html"):
         (tmp_path / name).write_text("{}")
+    (tmp_path / "run.json").write_text('{"program": "nanorook", "command": "./train.sh"}')
     run = Run(tmp_path)
     run.acquire_lock()
     run.clear()
-    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", ".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "report-2024.html", ".lock"}
     run.lock.close()
-    (tmp_path / ".settings.json").write_text('{"ST')  # all that a run left which was killed as it wrote its first file
-    Run(tmp_path).acquire_lock()
+    for part in "", '{"prog', '{"program": "nanorook", "comm':
+        (tmp_path / ".run.json").write_text(part)  # all that a run left which was killed as it wrote its first file
+        Run(tmp_path).acquire_lock()
+
+
+SOMEBODYS = [{"settings.json": '{"editor.fontSize": 12}'}, {"run.json": '{"command": "make"}'}, {".run.json": "{}"}]
+SOMEBODYS += [{"run.json": "{}", ".run.json": ""}, {"metrics.jsonl": "1", ".run.json": '{"program": "nanorook"}'}]
+
+
+@pytest.mark.parametrize("files", SOMEBODYS)
+def test_files_that_no_run_has_made_are_left_alone(files, tmp_path, toy_run):
+    """Files of other programs with the names that a run uses, also a lock."""
+    (tmp_path / "out/model").mkdir(parents=True)
+    files = files | {"metrics.jsonl": '{"step": 1, "seconds": {}}', "model/model.safetensors": "mine", ".lock": "4711"}
+    for name, text in files.items():
+        (tmp_path / "out" / name).write_text(text)
+    for fresh in False, True:
+        with pytest.raises(SystemExit, match="but no run.json that this program has written; name another folder"):
+            toy_run(FRESH=fresh)
+    found = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "out")): path.read_text() for path in found} == files
 
 
 def test_rewind_keeps_each_step_once_and_ends_at_a_damaged_line(tmp_path):
@@ -279,7 +301,7 @@ def test_killed_at_any_moment_a_run_ends_the_same(owner, name, nth, tmp_path, mo
 
 
 FULL = {  # when the disk is full, and the newest checkpoint then
-    "settings.json": (Path, "write_text", 1, []),
+    "run.json": (Path, "write_text", 1, []),
     "first trainer.pt": (Path, "write_bytes", 5, []),
     "a line of metrics.jsonl": (builtins, "open", 2, [1], "metrics.jsonl"),
     "a checkpoint's model": (Path, "write_bytes", 7, [1]),

@@ -131,7 +131,7 @@ def test_a_broken_kind_is_not_hidden_by_the_others(toy_run, monkeypatch):
 
 # The function that has the bug, and what stands in its place
 BUGS = {
-    "dropout": (train, "compiled_score", lambda: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1)),
+    "dropout": (train, "compiled_score", lambda _: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1)),
     "another temperature": (rollout, "generate", lambda *args: generate(*args[:4], 0.7, *args[5:])),
     "tokens made again": (rollout, "generate", lambda *a: (b := generate(*a))._replace(tokens=b.tokens.roll(1, 1))),
     "not finite": (
@@ -179,7 +179,7 @@ def inject(patch, stage, steps):
 
     patch(Run, "acquire_lock", lambda run: runs.append(run) or acquire(run))
     patch(train, "add_advantages", comparing)
-    patch(train, "compiled_score", lambda: score)
+    patch(train, "compiled_score", lambda _: score)
     patch(parallel, "sum_gradients", gradient)
     patch(torch.optim.AdamW, "step", optimizer)
 

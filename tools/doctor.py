@@ -103,7 +103,7 @@ def run_checks(model, reference, optimizers, questions):
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
     metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
     metrics |= train.update(model, reference, optimizers, batches, most)
-    structure, kind = monitor.worst(metrics, "structure")
+    structure, kind = monitor.lowest(metrics, "structure")
     figures = {f"{kind} structure": structure} if kind else {}
     wrong = monitor.check_start(metrics, model.dtype, train.task.LIMITS)
     yield check("start", figures | shown(metrics, "logprob_gap", "kl"), (wrong, f"{wrong[:1].upper()}{wrong[1:]}"))
@@ -130,7 +130,7 @@ def run_checks(model, reference, optimizers, questions):
         gains |= {f"{kind}/gain": mean((logprobs(parts) - before[kind]) * paid)} if paid.any() else {}
     if not gains:  # which "update" has already said
         return
-    gain, kind = monitor.worst(gains, "gain")
+    gain, kind = monitor.lowest(gains, "gain")
     yield check(
         "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},
         (first > train.KL_DIVERGENCE_THRESHOLD, f"One update led to a KL of {first:.4g}: lower LR={train.LR:g}."),

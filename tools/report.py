@@ -88,10 +88,14 @@ def states(run, title):
 
 
 def settings(runs):
-    """How each run was started, and all its settings, with the values of each run where they differ."""
+    """How each run was started, which settings were changed when it was resumed, and all its settings at the end, with
+    the values of each run where they differ."""
     tables, page = [], ""
     for run in runs:
-        about = {name: value for name, value in run.about.items() if name not in ("versions", "questions")}
+        about = {name: value for name, value in run.about.items() if name not in ("versions", "questions", "changes")}
+        if changes := run.about.get("changes"):
+            told = [f"{name} from {was} to {value} after step {step}" for step, name, was, value in changes]
+            about["changed"] = "; ".join(told)
         tables.append(about | run.about.get("versions", {}) | run.settings)
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [str(table.get(name, "–")) for table in tables]
