@@ -23,7 +23,7 @@ from nanorook import hardware, tables
 from nanorook.run import finished
 from nanorook.settings import number
 from nanorook.statistics import beyond_chance, differences, gain, known, over_seeds, shared_variance, with_interval
-from nanorook.task import load_task, load_items, draw_questions, start_folder
+from nanorook.task import draw_questions, load_items, start_folder
 
 ASKED = {"MODEL": "", "DATA": "builtin"}  # settings of all runs, and of this program
 KINDS = {  # task: {the kinds of all questions: the settings with which they are}

@@ -23,7 +23,7 @@ from examples import mates
 from model import GPT
 from nanorook import hardware
 from nanorook.settings import number
-from nanorook.task import load_items, draw_questions
+from nanorook.task import draw_questions, load_items
 from rook.pretrain import hidden
 
 ASKED = 400  # held-out questions, of which 300 are about mates, and as many of those that are trained on

@@ -28,7 +28,7 @@ import train
 from model import GPT
 from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
-from nanorook.task import grade_answers, load_items, draw_questions, prompt_ids, start_folder
+from nanorook.task import draw_questions, grade_answers, load_items, prompt_ids, start_folder
 from rollout import detokenize, end_tokens, microbatches, sample
 
 UPDATES = 5  # on the same batch

@@ -29,7 +29,7 @@ from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
-from nanorook.task import load_items, draw_questions, start_folder
+from nanorook.task import draw_questions, load_items, start_folder
 
 
 def main():
