@@ -24,6 +24,7 @@ import time
 import torch
 from tqdm import tqdm
 
+import architectures
 import grpo
 from model import GPT
 from nanorook import hardware, loggers, monitor, parallel, settings, sizes
@@ -43,9 +44,9 @@ settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settin
 
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; models above 50M parameters get defaults for their size (nanorook/sizes.py); empty: the task's own start model")
-SIZE_DEFAULTS           = sizes.defaults(MODEL, task)  # none for a small model
+SIZE_DEFAULTS           = sizes.defaults(MODEL, task, architectures.count_parameters)  # none for a small model
 settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # again, with those for the model's size
-DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of rook.label)")
+DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of tools.chess_label)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "determines questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
@@ -280,7 +281,7 @@ def start():
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = GPT.load(source)
+    model = architectures.load(source)
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None

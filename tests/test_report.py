@@ -9,8 +9,9 @@ import pytest
 import rewards
 from nanorook.statistics import figure
 from nanorook.task import Question
-from rook import board, texts
+from rook import board
 from rook.positions import Position
+from tools import chess_texts as texts
 from tools import report
 
 STEPS, METRICS = 30, ("policy/reward", "policy/legal", "policy/earned/legal")
