@@ -27,10 +27,11 @@ from tqdm import tqdm
 import architectures
 import grpo
 from model import GPT
-from nanorook import hardware, loggers, monitor, parallel, settings, sizes
+from nanorook import hardware, loggers, monitor, parallel, report, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
+from nanorook.verdict import card, in_lines, verdict
 from rollout import microbatches, once, sample
 
 if __name__ == "__main__":
@@ -374,14 +375,29 @@ def main():
 
 
 def finish(run, model, optimizers, eval_questions, stopping):
-    """The last evaluation, the trained model, the verdict; a run that a signal has stopped is not evaluated again."""
-    if stopping and run.step < STEPS:
-        run.leave(model, signal=stopping[0])  # ends the program
-    if "after" not in run.skill:
-        evaluate_and_record(run, model, eval_questions, "after")
-    if parallel.rank() == 0:
-        run.save(model, optimizers)
-    run.leave(model)
+    """The last evaluation, the trained model with its card, the verdict and the report. A run that a signal has stopped
+    is not evaluated again. A red verdict fails the program, so that a script notices; a report that fails does not."""
+    lead, stopped = parallel.rank() == 0, bool(stopping) and run.step < STEPS
+    if not stopped:
+        if "after" not in run.skill:
+            evaluate_and_record(run, model, eval_questions, "after")
+        if lead:
+            run.save(model, optimizers)
+    if lead:
+        model.save(run.out / "model")
+        outcome = verdict(run.out)
+        write(run.out / "model" / "README.md", card(run.out, outcome))
+        print("\n" + in_lines(outcome), flush=True)
+        try:
+            print(report.write(run.out.resolve()), flush=True)
+        except (SystemExit, Exception) as error:  # whatever a task's `show` raises
+            print(f"{error}\nThe report could not be written.", flush=True)
+        run.close(finished=not stopped)
+    if stopped:
+        parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
+        sys.exit(128 + stopping[0])
+    if lead and outcome[0].startswith("● red"):
+        sys.exit(1)
     parallel.finish()
 
 

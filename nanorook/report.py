@@ -1,11 +1,9 @@
-"""Runs as one page that needs no network: python -m tools.report OUT_DIR ... writes OUT_DIR/report.html.
+"""The page OUT_DIR/report.html, which needs no network; tools.report writes it at any time, and for several runs.
 
 It shows held-out skill beside the training curves, the states of all steps, answers and settings, for any task and even
-for a run that was killed. Several runs are shown side by side with their differences, in
-report-beside-OTHERS.html in the first one's folder. What a model wrote is escaped, and the page allows no scripts.
+for a run that was killed. What a model wrote is escaped, and the page allows no scripts.
 """
 
-import argparse
 import json
 import math
 import os
@@ -382,19 +380,3 @@ def write(*folders):
     part.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
     os.replace(part, path)
     return path
-
-
-def main():
-    p = argparse.ArgumentParser("python -m tools.report", description=__doc__)
-    p.add_argument("folder", nargs="+", help="the OUT_DIR of each run; the page is written into the first one")
-    folders = p.parse_args().folder
-    try:
-        print(write(*folders))
-    except OSError as error:
-        fail(f"the page cannot be written: {error}.")
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        fail(f"a JSON file in {' or '.join(folders)} was altered and cannot be shown: {type(error).__name__} {error}.")
-
-
-if __name__ == "__main__":
-    main()

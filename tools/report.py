@@ -1,0 +1,26 @@
+"""Runs as one page that needs no network: python -m tools.report OUT_DIR ... writes OUT_DIR/report.html.
+
+A run writes its own page when it ends; this program writes it at any time, also for a run that was killed. Several runs
+are shown side by side with their differences, in report-beside-OTHERS.html in the first one's folder.
+"""
+
+import argparse
+
+from nanorook import report
+from nanorook.settings import fail
+
+
+def main():
+    p = argparse.ArgumentParser("python -m tools.report", description=__doc__)
+    p.add_argument("folder", nargs="+", help="the OUT_DIR of each run; the page is written into the first one")
+    folders = p.parse_args().folder
+    try:
+        print(report.write(*folders))
+    except OSError as error:
+        fail(f"the page cannot be written: {error}.")
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        fail(f"a JSON file in {' or '.join(folders)} was altered and cannot be shown: {type(error).__name__} {error}.")
+
+
+if __name__ == "__main__":
+    main()
