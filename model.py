@@ -7,7 +7,7 @@ compute the same logprobs. Names and sizes are those of transformers' GPT2LMHead
 A prompt is split before its last token, see Prefix: all tokens but the last are shared by the rows of a group, and the
 last one is the first input of each row, as the model's output there predicts the first token of the answer.
 
-Another architecture is a subclass of GPT in a file of its own: examples/llama.py.
+Another architecture is a subclass of GPT in a file of its own: architectures/llama.py.
 
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
@@ -347,9 +347,9 @@ class GPT(nn.Module):
 
     @classmethod
     def load(cls, source):
-        """The model in a Hugging Face folder or on the hub; every tensor is accounted for, none stays random."""
+        """The model in a Hugging Face folder or on the hub whose architecture is this class, see architectures.load.
+        Every tensor is accounted for, none stays random."""
         folder = files.fetch(source)
-        cls = files.architecture(folder) if cls is GPT else cls
         config = cls.read_config(folder)
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)

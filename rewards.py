@@ -57,7 +57,7 @@ def load_positions(source):
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
         parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves earn nothing there: "
-                     "install Stockfish, or label them with rook.label.")  # fmt: skip
+                     "install Stockfish, or label them with tools.chess_label.")  # fmt: skip
     return positions.split(found)
 
 
@@ -112,7 +112,7 @@ def question(text, config):
 
 
 # Questions and ideal answers as text. `rookworld` is RookWorld-LM's own format. `expanded` and `squares` are for models
-# whose tokens are bytes, or bytes and squares' names (rook/pretrain.py): a board has one character for each square and
+# whose tokens are bytes, or bytes and squares' names (tools/chess_pretrain.py): a board has one character for each square and
 # a prompt has a fixed number of tokens, so that a square is always in the same place.
 
 WIDTH = {  # of a prompt in tokens: the longest FEN, move and history fit

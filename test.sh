@@ -2,7 +2,7 @@
 # Installs what the tests need into .venv if it is not there, then runs them; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")"
-NEEDS="requirements.txt requirements-test.txt" source tools/setup.sh
+NEEDS="requirements.txt requirements-test.txt" source nanorook/setup.sh
 [ $# = 0 ] || exec "$PYTHON" -m pytest "$@"
 # Two halves at once, since the tests compute on one thread. What the second prints is shown when both have ended.
 second=$(mktemp) status=0

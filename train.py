@@ -24,9 +24,9 @@ import time
 import torch
 from tqdm import tqdm
 
+import architectures
 import grpo
-from model import GPT
-from nanorook import hardware, loggers, monitor, parallel, settings, sizes
+from nanorook import hardware, loggers, monitor, parallel, report, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
@@ -39,6 +39,7 @@ from nanorook.task import (
     shuffled,
     start_folder,
 )
+from nanorook.verdict import card, in_lines, verdict
 from rollout import distinct_rows, microbatches, sample
 
 if __name__ == "__main__":
@@ -52,9 +53,9 @@ settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settin
 
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; models above 50M parameters get defaults for their size (nanorook/sizes.py); empty: the task's own start model")
-SIZE_DEFAULTS           = sizes.defaults(MODEL, task)  # none for a small model
+SIZE_DEFAULTS           = sizes.defaults(MODEL, task, architectures.count_parameters)  # none for a small model
 settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # again, with those for the model's size
-DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of rook.label)")
+DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of tools.chess_label)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
 SEED                    = setting("SEED", 0, "determines questions and samples: runs with the same SEED use the same random numbers at each step", low=0, high=2**32 - 1)
@@ -446,7 +447,7 @@ def start():
     if DTYPE == "auto":
         run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = GPT.load(source)
+    model = architectures.load(source)
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None
@@ -493,14 +494,29 @@ def plan_memory(model, questions):
 
 
 def finish(run, model, optimizers, eval_questions, stopping):
-    """The last evaluation, the trained model, the verdict; a run that a signal has stopped is not evaluated again."""
-    if stopping and run.step < STEPS:
-        run.leave(model, signal=stopping[0])  # ends the program
-    if "after" not in run.skill:
-        evaluate_and_record(run, model, eval_questions, "after")
-    if parallel.rank() == 0:
-        run.save(model, optimizers)
-    run.leave(model)
+    """The last evaluation, the trained model with its card, the verdict and the report. A run that a signal has stopped
+    is not evaluated again. A red verdict fails the program, so that a script notices; a report that fails does not."""
+    lead, stopped = parallel.rank() == 0, bool(stopping) and run.step < STEPS
+    if not stopped:
+        if "after" not in run.skill:
+            evaluate_and_record(run, model, eval_questions, "after")
+        if lead:
+            run.save(model, optimizers)
+    if lead:
+        model.save(run.out / "model")
+        outcome = verdict(run.out)
+        write(run.out / "model" / "README.md", card(run.out, outcome))
+        print("\n" + in_lines(outcome), flush=True)
+        try:
+            print(report.write(run.out.resolve()), flush=True)
+        except (SystemExit, Exception) as error:  # whatever a task's `show` raises
+            print(f"{error}\nThe report could not be written.", flush=True)
+        run.close(finished=not stopped)
+    if stopped:
+        parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
+        sys.exit(128 + stopping[0])
+    if lead and outcome[0].startswith("● red"):
+        sys.exit(1)
     parallel.finish()
 
 

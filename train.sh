@@ -3,5 +3,5 @@
 # It stays in the folder where it is called, so that the paths of a user's files are relative to it.
 set -euo pipefail
 project=$(dirname "$(realpath "$0")")
-NEEDS="requirements.txt" source "$project/tools/setup.sh"
+NEEDS="requirements.txt" source "$project/nanorook/setup.sh"
 exec "$PYTHON" "$project/train.py" "$@"

@@ -73,7 +73,7 @@ def make(out, files):
     mates = [position for position in found if position.moves and position.moves[0][1] == MATE - 1]
     mates = sorted(position.fen for position in mates if positions.is_sound(position))
     if not mates:
-        fail("no labelled position has a best move that mates; label positions with rook.label first.")
+        fail("no labelled position has a best move that mates; label positions with tools.chess_label first.")
     with open(out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
         zipped.write("".join(f"{fen}\n" for fen in mates).encode())
 

@@ -101,7 +101,7 @@ def main():
         if task not in KINDS or not (ASKED | {"TASK": task}).items() <= read(folder / "settings.json").items():
             p.error(f"{folder} was trained with another TASK, MODEL or DATA; this table is about chess or mates, with "
                     "the embedded model and data.")  # fmt: skip
-    train.task = load(task)
+    train.task = load_task(task)
     file = out / "asked.json"
     found, names = read(file) if file.exists() else {}, wanted(task, a.tries)
     models = {"start": start_folder(train.task)}

@@ -24,7 +24,7 @@ from model import GPT
 from nanorook import hardware
 from nanorook.settings import number
 from nanorook.task import draw_questions, load_items
-from rook.pretrain import hidden
+from tools.chess_pretrain import hidden
 
 ASKED = 400  # held-out questions, of which 300 are about mates, and as many of those that are trained on
 ANSWERS = 4  # sampled answers to each, for pass@1

@@ -12,12 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanorook.settings import fail
-from nanorook.task import module_of
 from nanorook.tokenizer import TOKENIZER_FILES
-
-# The file and the class for each model_type of config.json; "nanorook" is a GPT that is no longer GPT-2.
-ARCHITECTURES = dict.fromkeys(("gpt2", "nanorook"), ("model.py", "GPT"))
-ARCHITECTURES |= dict.fromkeys(("llama", "qwen2", "qwen3"), ("examples/llama.py", "Llama"))
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # what is downloaded from the hub
@@ -73,23 +68,6 @@ def read_json(file):
         return copy.deepcopy(content)  # copies of the model contain it, so excessive nesting has to show here
     except (ValueError, TypeError, OSError, RecursionError) as error:
         fail(f"{file}: expected a JSON object, in a folder as transformers saves it ({error}).")
-
-
-def architecture(folder):
-    """The subclass of GPT, or GPT itself, for a folder."""
-    name = read_json(folder / "config.json").get("model_type", "gpt2")
-    if name not in ARCHITECTURES:
-        fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(ARCHITECTURES)} are known; add a "
-             "file of your own to ARCHITECTURES in nanorook/folder.py.")  # fmt: skip
-    file, kind = ARCHITECTURES[name]
-    return getattr(module_of(file), kind)
-
-
-def parameters(source):
-    """The number of parameters of a model, from its config.json alone: no weights are read or downloaded."""
-    kind = architecture(folder := fetch(source, ["config.json"]))
-    with torch.device("meta"):
-        return sum(p.numel() for p in kind(kind.read_config(folder)).parameters())
 
 
 def check_supported(file, content, supported):

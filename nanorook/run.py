@@ -12,9 +12,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 import traceback
 from io import BytesIO
@@ -26,7 +23,6 @@ import torch
 from nanorook import parallel, settings
 from nanorook.settings import fail
 from nanorook.task import raised_by
-from nanorook.verdict import card, verdict
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run makes in OUT_DIR
@@ -169,26 +165,13 @@ class Run:
             if path.name != f"step-{self.best[1]:06d}":
                 shutil.rmtree(path)
 
-    def leave(self, model, signal=0):
-        """Writes the trained model with its card, the verdict and the report, even if a signal has stopped the run. A
-        report that fails does not fail the run, but a red verdict does, so that a script notices."""
-        if parallel.rank() == 0:
-            model.save(self.out / "model")
-            lines, file = verdict(self.out), self.out / "run.json"
-            write(self.out / "model" / "README.md", card(self.out, lines))
-            whole = dict(break_on_hyphens=False, break_long_words=False)  # paths and commands, which are to be copied
-            lines = [textwrap.fill(line, 110, subsequent_indent="  ", **whole) for line in lines]
-            print("\n" + "\n".join(lines), flush=True)
-            subprocess.run([sys.executable, "-m", "tools.report", self.out.resolve()], cwd=Path(__file__).parent.parent)
-            if not signal:
-                about = json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-                write(file, json.dumps(about))
-            self.lock.close()
-        if signal:
-            parallel.log(f"stopped after step {self.step}; {continuation(self.out, settings.values()['FRESH'])}")
-            sys.exit(128 + signal)
-        if parallel.rank() == 0 and lines[0].startswith("● red"):
-            sys.exit(1)
+    def close(self, finished):
+        """Records whether the run has made all its steps, and gives OUT_DIR free."""
+        if finished:
+            file = self.out / "run.json"
+            about = json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            write(file, json.dumps(about))
+        self.lock.close()
 
 
 def finished(out):

@@ -7,7 +7,6 @@ A task that was made for such models sets LARGE = True, and its DEFAULTS then ta
 import sys
 
 from nanorook import settings
-from nanorook.folder import parameters
 
 TABLE = {  # parameters above which a row applies, on top of those before it; the values are from runs of other programs
     # RookWorld-LM-124M on an RTX 4090 (24 GB): TEMPERATURE 0.7 to 0.8, and LR 1e-6 to 3e-6 where a run was unstable.
@@ -17,12 +16,12 @@ TABLE = {  # parameters above which a row applies, on top of those before it; th
 }
 
 
-def defaults(model, task):
+def defaults(model, task, count_parameters):
     """{setting: default} by the size of `model`, a folder or a hub id; none for the start model of the task, which its
     DEFAULTS suit, and none for --help, which works offline."""
     if not model or {"-h", "--help"} & {*sys.argv}:
         return {}
-    size = parameters(model)
+    size = count_parameters(model)
     found = {name: value for least, row in TABLE.items() if size > least for name, value in row.items()}
     own = task.DEFAULTS if getattr(task, "LARGE", False) else {}
     return {name: value for name, value in found.items() if name not in own}

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import textwrap
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -88,6 +89,12 @@ def verdict(out):
     lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
                  f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip
     return [f"● {state}  {lines[0]}", *lines[1:]]
+
+
+def in_lines(sentences):
+    """A verdict for a terminal, without breaking paths and commands, which are to be copied."""
+    whole = dict(break_on_hyphens=False, break_long_words=False)
+    return "\n".join(textwrap.fill(sentence, 110, subsequent_indent="  ", **whole) for sentence in sentences)
 
 
 def when_asked(title):

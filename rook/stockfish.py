@@ -109,4 +109,5 @@ def label(fen):
         engine = labelling_engine()
         return engine.search(chess.Board(fen)) if engine else ()
     except EngineError as error:
-        fail(f"Stockfish {error}: label the positions beforehand with rook.label, or run the same command again.")
+        fail(f"Stockfish {error}: label the positions beforehand with tools.chess_label, or run the same command "
+             "again.")  # fmt: skip

@@ -24,7 +24,8 @@ import train
 from examples import start
 from model import GPT, GPTConfig
 from nanorook.tokenizer import END, Tokenizer, byte_names
-from rook import positions, stockfish, texts
+from rook import positions, stockfish
+from tools import chess_texts as texts
 
 load, embedded = positions.load, functools.cache(positions.load)
 # Reading the embedded positions takes more than a second, and a dozen tests want them.

@@ -10,9 +10,12 @@ import pytest
 
 import rewards
 from nanorook.statistics import figure, known
-from rook import benchmark, games, mating, positions, texts
-from rook.label import write_position
+from rook import mating, positions
 from test_games import answer_by, answer_of, true_environment
+from tools import chess_benchmark as benchmark
+from tools import chess_games as games
+from tools import chess_texts as texts
+from tools.chess_label import write_position
 
 POSITIONS = positions.load("builtin")[:6000]
 HELD_OUT = positions.split(POSITIONS)[1]

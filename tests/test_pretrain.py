@@ -20,9 +20,11 @@ from model import GPT, causal_attention
 from nanorook import hardware
 from nanorook.tokenizer import Tokenizer
 from rollout import detokenize
-from rook import positions, pretrain, texts
-from rook.label import write_position
+from rook import positions
 from rook.positions import contract_board
+from tools import chess_pretrain as pretrain
+from tools import chess_texts as texts
+from tools.chess_label import write_position
 
 TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
 BYTES = Tokenizer.of_bytes()
@@ -376,7 +378,7 @@ def test_a_save_stays_within_its_folder_and_is_whole_on_a_full_disk(run, few, tm
             patch.setattr(Path, "write_bytes", write_bytes)
             patch.setattr(sys, "argv", ["pretrain", str(tmp_path / "m"), *TINY, "--data", str(few), "--steps", "2"])
             with pytest.raises(SystemExit, match="error: a file could not be read or written .*No space left"):
-                runpy.run_module("rook.pretrain", run_name="__main__")
+                runpy.run_module("tools.chess_pretrain", run_name="__main__")
         assert all(path.read_bytes() == content for path, content in before.items())
     run("m", "--data", few, "--steps", 2)
 

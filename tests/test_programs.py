@@ -21,9 +21,9 @@ def test_an_interpreter_without_torch_is_refused(script, text, tmp_path):
 
 def test_training_stays_in_the_folder_where_it_is_called(tmp_path):
     (tmp_path / "here").mkdir()
-    for name in ("train.sh", "tools/setup.sh", "requirements.txt", ".venv/bin/python", ".venv/requirements.txt"):
+    for name in ("train.sh", "nanorook/setup.sh", "requirements.txt", ".venv/bin/python", ".venv/requirements.txt"):
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
-    for name in ("train.sh", "tools/setup.sh", "requirements.txt"):
+    for name in ("train.sh", "nanorook/setup.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / "project" / name)
     shutil.copy(ROOT / "requirements.txt", tmp_path / "project/.venv")  # as if it were installed
     code = '[ "$1" = -c ] || echo "$PWD" "$@"'  # -c asks whether there is torch
@@ -36,7 +36,7 @@ def test_training_stays_in_the_folder_where_it_is_called(tmp_path):
 
 
 def test_an_environment_whose_python_is_gone_is_made_again(tmp_path):
-    for name in ("train.sh", "tools/setup.sh", "requirements.txt"):
+    for name in ("train.sh", "nanorook/setup.sh", "requirements.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_ctrl_c_ends_a_program_for_chess_without_a_traceback(name):
 
 
 def test_an_old_python3_does_not_matter_if_the_environment_has_a_newer_one(tmp_path):
-    for name in ("train.sh", "tools/setup.sh", "requirements.txt"):
+    for name in ("train.sh", "nanorook/setup.sh", "requirements.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()

@@ -10,9 +10,10 @@ import rewards
 import rollout
 from examples import mates
 from nanorook.tokenizer import Tokenizer
-from rook import mating, texts
+from rook import mating
 from rook import positions as P
 from rook.positions import Position
+from tools import chess_texts as texts
 
 START = chess.STARTING_FEN
 CASTLING = "r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"

@@ -7,11 +7,13 @@ import subprocess
 import pytest
 
 import rewards
+from nanorook import report
 from nanorook.statistics import figure
 from nanorook.task import Question
-from rook import board, texts
+from rook import board
 from rook.positions import Position
-from tools import report
+from tools import chess_texts as texts
+from tools import report as program
 
 STEPS, METRICS = 30, ("policy/reward", "policy/legal", "policy/earned/legal")
 BLACK = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
@@ -278,7 +280,7 @@ def test_files_that_were_altered_are_refused_in_one_sentence(run, monkeypatch, n
         file.write(content)
     monkeypatch.setattr("sys.argv", ["report", str(run)])
     with pytest.raises(SystemExit, match=f"^error: a JSON file in {run} was altered and cannot be shown: [A-Z]"):
-        report.main()
+        program.main()
     assert not (run / "report.html").exists()
 
 
@@ -288,7 +290,7 @@ def test_where_the_page_cannot_be_written_the_one_before_is_kept(run, monkeypatc
     monkeypatch.setattr("sys.argv", ["report", str(run)])
     (run / ".report.html").symlink_to("/dev/full")
     with pytest.raises(SystemExit, match="^error: the page cannot be written: .*No space left on device"):
-        report.main()
+        program.main()
     assert (run / "report.html").read_bytes() == before
 
 

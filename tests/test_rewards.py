@@ -14,8 +14,8 @@ import rewards
 import train
 from rewards import ENVIRONMENT_WEIGHTS, MALFORMED, POLICY_WEIGHTS, Question, grade
 from rollout import Answer, Batch
-from rook import texts
 from rook.positions import Position
+from tools import chess_texts as texts
 
 START = chess.STARTING_FEN
 AFTER = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"  # 1. e4

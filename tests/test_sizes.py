@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+import architectures
 import pretend_cuda
 import rewards
 import toy
@@ -62,14 +63,14 @@ def test_the_defaults_of_a_task_for_large_models_come_before_those_of_the_size(s
     gsm8k, model = "TASK=examples/gsm8k.py", f"MODEL={shape(**LARGE)}"
     assert [settings_of(gsm8k, model)[name] for name in sizes.TABLE[50e6]] == [1e-5, 16, 8, 1.0]
     assert [settings_of("TASK=examples/adds.py", model)[name] for name in sizes.TABLE[50e6]] == [5e-5, 8, 16, 1.0]
-    found = sizes.defaults(shape(**LARGE), mock.Mock(LARGE=True, DEFAULTS={"LR": 5e-5}))
+    task = mock.Mock(LARGE=True, DEFAULTS={"LR": 5e-5})
+    found = sizes.defaults(shape(**LARGE), task, architectures.count_parameters)
     assert found == {"BATCH_POSITIONS": 8, "GROUP_SIZE": 8, "TEMPERATURE": 0.7}  # what the task does not name
 
 
 @pytest.mark.parametrize("parameters", BOTH_SIDES)
-def test_both_sides_of_50_million_parameters(monkeypatch, parameters):
-    monkeypatch.setattr(sizes, "parameters", lambda model: parameters)
-    assert sizes.defaults("a/b", mock.Mock(LARGE=False)) == BOTH_SIDES[parameters]
+def test_both_sides_of_50_million_parameters(parameters):
+    assert sizes.defaults("a/b", mock.Mock(LARGE=False), lambda model: parameters) == BOTH_SIDES[parameters]
 
 
 @pytest.mark.parametrize("words", [(), ("--help",)])

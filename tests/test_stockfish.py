@@ -5,8 +5,8 @@ import chess.engine
 import pytest
 
 from rook import stockfish
-from rook.label import require
 from rook.stockfish import NODES, Engine, EngineError
+from tools.chess_label import require
 from toy import program
 
 OPENING = "r1bqkbnr/pppp1ppp/2n5/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R b KQkq - 3 3"
@@ -85,7 +85,7 @@ def test_a_run_whose_engine_fails_ends_in_one_sentence(tmp_path, monkeypatch, te
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
     monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
     stockfish.labelling_engine.cache_clear()
-    with pytest.raises(SystemExit, match="error: Stockfish .*: label the positions beforehand with rook.label"):
+    with pytest.raises(SystemExit, match="error: Stockfish .*: label the positions beforehand with tools.chess_label"):
         stockfish.label(OPENING)
     stockfish.labelling_engine.cache_clear()
 

@@ -10,7 +10,8 @@ import torch
 from chess.engine import Cp, Limit, Mate
 
 from rollout import Answer
-from rook import positions, uci
+from rook import positions
+from tools import chess_uci as uci
 from toy import ROOT
 
 PATIENCE = 200  # seconds; only a program that hangs needs them, or a machine that is very busy
@@ -22,7 +23,7 @@ PROMOTION = "8/P6k/8/8/8/8/7K/8 w - - 0 1"
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
-    """talk(lines, lines, ...) is all that python -m rook.uci says of these lines, a list for each of the arguments."""
+    """talk(lines, lines, ...) is all that tools.chess_uci says of these lines, a list for each of the arguments."""
 
     def talk(*parts):
         said = [line.encode() if isinstance(line, str) else line for part in parts for line in (*part, "isready")]

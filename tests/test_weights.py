@@ -8,7 +8,7 @@ import rewards
 from model import GPT
 from nanorook.task import grade_answers
 from rollout import detokenize, sample
-from rook import texts
+from tools import chess_texts as texts
 from toy import ROOT
 
 FOLDER = ROOT / rewards.start_model()

@@ -19,7 +19,7 @@ from nanorook import settings
 if __name__ == "__main__":
     settings.read_run()  # before the task's first setting
 
-from model import GPT
+import architectures
 from nanorook import hardware
 from nanorook import task as task_file
 from nanorook.monitor import printable, show_answer
@@ -83,7 +83,7 @@ def main():
     if unknown := [word for word in text if re.match("[A-Z][A-Z_]+=", word)]:
         fail(f"{unknown[0].partition('=')[0]} is no setting of {task.__file__}; leave it out.")
     text = " ".join(text)
-    model = GPT.load(a.model).to(device).inference_copy(dtype)
+    model = architectures.load(a.model).to(device).inference_copy(dtype)
     torch.manual_seed(a.seed)
     temperature, known = temperature if a.temperature is None else a.temperature, hasattr(task, "question") or not text
     for question in questions_about(task, text, data, a.seed, model.config):

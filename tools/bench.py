@@ -29,9 +29,9 @@ from typing import NamedTuple
 import torch
 
 import train
+from architectures import class_of
 from model import GPT, GPTConfig
 from nanorook import hardware
-from nanorook.folder import architecture
 from nanorook.monitor import describe
 from nanorook.settings import number, output_file
 from nanorook.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ def random_model(config):
     with tempfile.TemporaryDirectory() as folder:
         config = config | dict(max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=True)
         Path(folder, "config.json").write_text(json.dumps(config))
-        kind = architecture(Path(folder))
+        kind = class_of(Path(folder))
         model = kind(kind.read_config(Path(folder)))
     for name, p in model.named_parameters():
         if p.ndim == 2:

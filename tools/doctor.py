@@ -23,9 +23,9 @@ from nanorook import settings
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
+import architectures
 import grpo
 import train
-from model import GPT
 from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import draw_questions, grade_answers, load_items, prompt_ids, start_folder
@@ -53,7 +53,7 @@ def prepare(count):
     """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     print(sizes.in_words(train.SIZE_DEFAULTS))
-    model = GPT.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
+    model = architectures.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; ask fewer (BATCH_POSITIONS, "

@@ -24,8 +24,8 @@ from nanorook import settings
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
+import architectures
 import train
-from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
@@ -54,7 +54,7 @@ def main():
     kind = "training" if a.training else "held-out"
     (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
     for title, name in zip("AB", models):
-        model = GPT.load(name).to(device).set_compute_dtype(dtype)
+        model = architectures.load(name).to(device).set_compute_dtype(dtype)
         items, held_out = load_items(train.task, train.DATA, model.config)
         asked = items if a.training else held_out
         count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {kind} items.")

@@ -24,8 +24,8 @@ from nanorook.settings import fail, heading, setting
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
+import architectures
 import train
-from model import GPT
 from nanorook.statistics import interval
 from nanorook.tables import table
 from nanorook.task import earned, start_folder
@@ -190,7 +190,7 @@ def main():
         fail(f"REFERENCE={REFERENCE} has no effect with KL_COEF=0; leave it out, or give the KL a weight.")
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
-    reference = GPT.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
+    reference = architectures.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
     print(f"{train.MODEL or start_folder(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
           f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing

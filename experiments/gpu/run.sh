@@ -65,7 +65,7 @@ import torch
 if sys.version_info < (3, 11) or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
     sys.exit("error: Python 3.11 or later with PyTorch 2.6 or later is needed; name it with PYTHON=/path/to/python.")
 from nanorook.tokenizer import Tokenizer
-from rook.label import require
+from tools.chess_label import require
 
 folder, tiny, positions = sys.argv[1:]
 if not positions:  # with POSITIONS no labels are made, so Stockfish may be missing
@@ -169,11 +169,11 @@ fi
 tenth="import sys, torch; print(torch.load(sys.argv[1], 'cpu', weights_only=True)['step'] // 10 + 1)"
 decay='file=$OUT/$1.decay; shift # written once, so that a stage that was stopped continues to the same end
 [ -s "$file" ] || "$PYTHON" -c "$tenth" "$1/trainer.pt" >"$file"
-exec "$PYTHON" -m rook.pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
+exec "$PYTHON" -m tools.chess_pretrain "$@" --steps $((11 * $(cat "$file"))) --decay 0.09'
 export tenth OUT PYTHON
 
 if [ -z "${POSITIONS:-}" ]; then
-    stage label 7 "$PYTHON" -m rook.label "$positions" $label
+    stage label 7 "$PYTHON" -m tools.chess_label "$positions" $label
     if [ -e "$OUT/label.done" ] && [ ! -e "$positions" ]; then # cut: all but the last line, which may be half written
         sed '1d;$d' "$positions.partial" | tr '\t' '\n' | sed '/^$/d' | gzip >"$positions.tmp"
         mv "$positions.tmp" "$positions"
@@ -181,10 +181,10 @@ if [ -z "${POSITIONS:-}" ]; then
 fi
 read -ra tiny <<<"$OUT/tiny --data builtin $positions $tiny"
 read -ra gpt2 <<<"$OUT/gpt2 --data builtin $positions $gpt2 $format_gpt2"
-evaluate=("$PYTHON" -m rook.benchmark --markdown)
-stage pretrain-tiny 13 "$PYTHON" -m rook.pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
+evaluate=("$PYTHON" -m tools.chess_benchmark --markdown)
+stage pretrain-tiny 13 "$PYTHON" -m tools.chess_pretrain "${tiny[@]}" --steps $steps_tiny --decay 0
 stage decay-tiny 4 bash -c "$decay" decay tiny "${tiny[@]}"
-stage pretrain-gpt2 14 "$PYTHON" -m rook.pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
+stage pretrain-gpt2 14 "$PYTHON" -m tools.chess_pretrain "${gpt2[@]}" --steps $steps_gpt2 --decay 0
 stage decay-gpt2 5 bash -c "$decay" decay gpt2 "${gpt2[@]}"
 stage before-tiny 4 "${evaluate[@]}" "$OUT/tiny" $table
 stage before-gpt2 4 "${evaluate[@]}" "$OUT/gpt2" $table

@@ -1,8 +1,8 @@
 """What a chess model can do on positions that are never trained on, or two models and their difference.
 
-python -m rook.benchmark MODEL                          the table, greedy and at temperature 1
-python -m rook.benchmark MODEL OTHER                    two models and their difference, question by question
-python -m rook.benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
+python -m tools.chess_benchmark MODEL                          the table, greedy and at temperature 1
+python -m tools.chess_benchmark MODEL OTHER                    two models and their difference, question by question
+python -m tools.chess_benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
 
 tools.evaluate asks the questions of a run's own task. Here all models get the same tests: whole policy
 and environment answers, mates, games of a model against itself, and puzzles from files in three formats.
@@ -20,16 +20,17 @@ from typing import NamedTuple
 import chess
 import chess.pgn
 
+import architectures
 import rewards
-from model import GPT
 from nanorook import hardware
 from nanorook.monitor import figures, pass_at_k
 from nanorook.settings import fail, number
 from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
 from nanorook.task import grade_answers
-from rook import games, mating
+from rook import mating
 from rook.positions import Position, distinct, draw, is_sound, load, mating_moves
+from tools import chess_games as games
 
 TRIES = 16  # answers to each question of pass@k
 BANDS = {0: "below 1000", 1000: "1000 to 1499", 1500: "1500 to 1999", 2000: "2000 and above"}  # of Lichess ratings
@@ -145,7 +146,7 @@ def with_published(rows):
 
 
 def main():
-    p = argparse.ArgumentParser("python -m rook.benchmark", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser("python -m tools.chess_benchmark", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare")
     p.add_argument("--data", nargs="+", default=["builtin"], help="files of positions; only the held-out ones are used")
@@ -160,7 +161,7 @@ def main():
     if len(a.model) > 2 or len({*a.model}) < len(a.model):
         p.error("give one model, or two different ones to compare.")
     device, dtype = hardware.prepare()
-    models = [GPT.load(name).to(device).inference_copy(dtype) for name in a.model]
+    models = [architectures.load(name).to(device).inference_copy(dtype) for name in a.model]
     held = distinct(position for source in a.data for position in rewards.load_positions(source)[1])
     if not held:
         fail(f"{' '.join(a.data)} has no held-out position; give more positions.")

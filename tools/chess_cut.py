@@ -1,6 +1,6 @@
 """A GPT-2 in RookWorld's format without the tokens that its texts never use: the same model, but faster on a CPU.
 
-python -m rook.cut MODEL OUT            MODEL: a Hugging Face folder or a hub id
+python -m tools.chess_cut MODEL OUT            MODEL: a Hugging Face folder or a hub id
 
 Of GPT-2's 50,257 tokens, 2,052 are left. Where answers are short, a softmax over all tokens takes most of a step.
 Texts have the same tokens as before, under new ids, and the layers stay as they are.
@@ -12,12 +12,14 @@ import random
 import sys
 from pathlib import Path
 
+import architectures
 import rewards
 from model import GPT
 from nanorook.settings import fail
 from nanorook.tokenizer import END, GPT2_WORDS, Tokenizer
-from rook import positions, texts
-from rook.pretrain import unused_tokens, with_rows
+from rook import positions
+from tools import chess_texts as texts
+from tools.chess_pretrain import unused_tokens, with_rows
 
 
 def cut(model):
@@ -34,13 +36,13 @@ def cut(model):
 
 
 def main():
-    parser = argparse.ArgumentParser("python -m rook.cut", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser("python -m tools.chess_cut", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="the model to cut")
     parser.add_argument("out", type=Path, help="the folder to write")
     args = parser.parse_args()
     if args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
         fail(f"{args.out} is not an empty folder; name another one.")
-    model = GPT.load(args.model)
+    model = architectures.load(args.model)
     if type(model) is not GPT or rewards.chess_format(model.config) != "rookworld":
         fail(f"{args.model} is not a GPT-2 in RookWorld's format, the only one whose unused tokens are known.")
     small, rng = cut(model), random.Random(0)

@@ -1,6 +1,6 @@
 """Llama 3, SmolLM2, Qwen2, Qwen2.5 and Qwen3: another architecture in one file.
 
-MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh      a hub id or a folder; config.json's model_type chooses this file
+MODEL=Qwen/Qwen2.5-0.5B-Instruct ./train.sh      a hub id or a folder; config.json's model_type chooses this class
 
 It brings its own blocks, its own way through them (`trunk`), and the names that its folders use; sampling, shared
 prompts, training, the reference and checkpoints are GPT's. Unlike in GPT-2, attention turns queries and keys by their

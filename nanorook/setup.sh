@@ -1,4 +1,4 @@
-# Sourced by train.sh, test.sh and rook/uci.sh: leaves in $PYTHON an interpreter that has what the requirements
+# Sourced by train.sh, test.sh and tools/chess_uci.sh: leaves in $PYTHON an interpreter that has what the requirements
 # files in $NEEDS name.
 # PYTHON=/some/python is used as it is.
 if [ -n "${PYTHON:-}" ] && ! "$PYTHON" -c 'import importlib.util as i; assert i.find_spec("torch")' 2>/dev/null; then

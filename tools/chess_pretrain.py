@@ -1,9 +1,9 @@
 """Supervised training: from labelled positions to a model that knows both tasks, in one stage.
 
-python -m rook.pretrain out/mine --data builtin positions.txt.gz            on a CPU, a million texts in ten hours
-python -m rook.pretrain out/mine --steps 10000 --rows 1024 --workers 14     on a GPU, with 16 CPU cores
+python -m tools.chess_pretrain out/mine --data builtin positions.txt.gz       on a CPU, a million texts in ten hours
+python -m tools.chess_pretrain out/mine --steps 10000 --rows 1024 --workers 14           on a GPU, with 16 CPU cores
 
-What the texts are: rook/texts.py. The same command resumes a run that was stopped or killed.
+What the texts are: tools/texts.py. The same command resumes a run that was stopped or killed.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+import architectures
 import rewards
 import train
 from model import GPT, GPTConfig, causal_attention
@@ -32,8 +33,9 @@ from nanorook import hardware
 from nanorook.run import catch_signals, read_tensors, write_tensors
 from nanorook.settings import fail, number
 from nanorook.tokenizer import Tokenizer
-from rook import positions, texts
-from rook.label import lock, start_worker
+from rook import positions
+from tools import chess_texts as texts
+from tools.chess_label import lock, start_worker
 
 # A token of RookWorld's texts is pieces, a number, a letter of a square or a header, or a sign; or it is the space.
 TEXT_TOKEN = re.compile(r" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
@@ -54,8 +56,8 @@ def task_and_rows(text):
 
 
 def arguments():
-    usage, style = "python -m rook.pretrain OUT [--NAME VALUE ...]", argparse.ArgumentDefaultsHelpFormatter
-    p = argparse.ArgumentParser("python -m rook.pretrain", usage, formatter_class=style)
+    usage, style = "python -m tools.chess_pretrain OUT [--NAME VALUE ...]", argparse.ArgumentDefaultsHelpFormatter
+    p = argparse.ArgumentParser("python -m tools.chess_pretrain", usage, formatter_class=style)
     count, rate = number(int, 1), number(float, 0, 1)
     p.add_argument("out", type=Path, help="the model folder to write; run the same command again to resume")
     p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as rook/positions.py reads them")
@@ -256,14 +258,14 @@ def main():
     hardware.flush_denormals()
     device = hardware.choose_device(args.device)
     torch.manual_seed(args.seed)
-    model = (GPT.load(args.init) if args.init else new_model(args)).to(device)
+    model = (architectures.load(args.init) if args.init else new_model(args)).to(device)
     if type(model) is not GPT:
-        fail(f"--init: {args.init} is not a GPT-2, which is all that rook.pretrain can train; name another model.")
+        fail(f"--init: {args.init} is not a GPT-2, which is all that this program can train; name another model.")
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
     labelled = [p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p)]
     labelled, held_out = positions.split(labelled)
     if not labelled or not held_out:
-        fail("the data has no labelled positions to train on, or none to hold out; label some with rook.label.")
+        fail("the data has no labelled positions to train on, or none to hold out; label some with tools.chess_label.")
     mix, taught = dict(args.mix or ()), texts.TASKS.keys() - {"moves" if text_format in rewards.WIDTH else "judge"}
     if unknown := mix.keys() - taught:
         fail(f"--mix: {min(unknown)!r} is no task of the format {text_format}; take {', '.join(sorted(taught))}.")

@@ -193,7 +193,7 @@ def run(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m rook.label", description="Label positions with Stockfish.")
+    parser = argparse.ArgumentParser(prog="python -m tools.chess_label", description="Label positions with Stockfish.")
     parser.add_argument("out", metavar="OUT", type=output_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("--from", dest="source", metavar="FILE", nargs="+", help="files to label (default: self-play)")
     many, cores = number(int, 1), os.cpu_count()

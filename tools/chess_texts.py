@@ -1,4 +1,4 @@
-"""The texts that rook.pretrain teaches: questions with their ideal answers, as tokens with weights.
+"""The texts that tools.chess_pretrain teaches: questions with their ideal answers, as tokens with weights.
 
 Besides the policy's and the environment's, two tasks teach the rules: to list the legal moves of a position (L:), which
 is most of the mix at first and fades, and to mark moves as legal or not (J:, in the formats of small models). In

@@ -13,11 +13,11 @@ from pathlib import Path
 import chess
 import torch
 
-from model import GPT
+import architectures
 from nanorook import hardware
 from rewards import LIMITS, Question, chess_format, policy_prompt, start_model
 from rollout import pad_prompts, sample
-from rook.texts import policy_completion
+from tools.chess_texts import policy_completion
 
 COMMANDS = "uci debug isready setoption register ucinewgame position go stop quit".split()
 SHOWN = 5  # candidates in a report
@@ -102,11 +102,11 @@ def choose(model, board, temperature, asked=()):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m rook.uci", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.chess_uci", description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="a model folder or hub id (default: weights/tiny)")
     name = parser.parse_args().model or start_model()
     device, dtype = hardware.prepare()
-    model = GPT.load(name).to(device).inference_copy(dtype)
+    model = architectures.load(name).to(device).inference_copy(dtype)
     board, temperature, waiting = chess.Board(), 0.0, None
     for line in sys.stdin.buffer:
         words = line.decode("ascii", "ignore").split()

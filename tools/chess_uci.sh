@@ -3,5 +3,5 @@
 set -euo pipefail
 [ ! -d "${1:-}" ] || set -- "$(realpath "$1")"
 cd "$(dirname "$(realpath "$0")")/.."
-NEEDS="requirements.txt" source tools/setup.sh
-exec "$PYTHON" -m rook.uci "$@"
+NEEDS="requirements.txt" source nanorook/setup.sh
+exec "$PYTHON" -m tools.chess_uci "$@"

@@ -1,7 +1,7 @@
 """Games of a model: against itself, or against Stockfish.
 
-python -m rook.games MODEL                          against itself, until its first illegal move
-python -m rook.games MODEL --opponent stockfish     an illegal move loses
+python -m tools.chess_games MODEL                          against itself, until its first illegal move
+python -m tools.chess_games MODEL --opponent stockfish     an illegal move loses
 
 Games start from held-out positions that come early in a game, or all from the starting position, and advance together,
 one half-move at a time. The model plays the move after `B:`. Every figure has a 95 % interval.
@@ -17,16 +17,16 @@ import chess.pgn
 import torch
 from tqdm import tqdm
 
+import architectures
 import rewards
-from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail, number, output_file
 from nanorook.statistics import interval, spread, with_interval
 from nanorook.tables import table
 from rollout import sample
 from rook import stockfish
-from rook.label import require
 from rook.positions import Position, distinct, is_sound, load_unfinished, split
+from tools.chess_label import require
 
 START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
@@ -119,7 +119,7 @@ def count(opponent, boards, ends):
 
 
 def main():
-    p = argparse.ArgumentParser("python -m rook.games", description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser("python -m tools.chess_games", description=__doc__.split("\n")[0])
     p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     p.add_argument("model", help="a model folder or hub id")
     p.add_argument("--opponent", choices=["self", "stockfish"], default="self")
@@ -133,7 +133,7 @@ def main():
     a = p.parse_args()
     opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
     device, dtype = hardware.prepare()
-    model = GPT.load(a.model).to(device).inference_copy(dtype)
+    model = architectures.load(a.model).to(device).inference_copy(dtype)
     held = a.start == "held-out" and openings(split(load_unfinished(a.data))[1], a.games)
     if held == []:
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
