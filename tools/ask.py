@@ -44,8 +44,8 @@ def ask(model, task, question, known, temperature, count):
     the truth follows."""
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
-        ((_, answers),) = sample(model, [question], size, task.LIMITS, heat)
-        for answer in task_file.grade_answers(task, answers) if known else answers:
+        (rollout,) = sample(model, [question], size, task.LIMITS, heat)
+        for answer in task_file.grade_answers(task, rollout.answers) if known else rollout.answers:
             show_answer(task, answer, f"{title:6} ")
     if known:
         print(in_short(question.truth))

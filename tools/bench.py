@@ -34,8 +34,9 @@ from model import GPT, GPTConfig
 from nanorook import hardware
 from nanorook.monitor import describe
 from nanorook.settings import number, output_file
+from nanorook.task import Question
 from nanorook.tokenizer import Tokenizer
-from rollout import detokenize, generate
+from rollout import Answer, detokenize, generate
 
 SMALL, GPT2 = GPTConfig(257, 384, 256, 6, 8, eos_token_id=256), GPTConfig()
 SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49152)
@@ -144,13 +145,15 @@ def prepare(w, prompts, device, dtype):
     def run():
         ids = [model.tokenizer.encode(prompt) for prompt in prompts]
         noise = torch.rand(len(ids) * w.group, w.new, generator=rng)
-        batch = generate(model.inference_copy(dtype), ids, w.group, [w.new] * len(ids), noise=noise)
+        rollout = generate(model.inference_copy(dtype), ids, w.group, [w.new] * len(ids), noise=noise)
         if w.kl is not None:
-            for row in batch.tokens.tolist():
-                detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
-            advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
-            batch = batch._replace(advantages=advantages, kl_weights=torch.ones(len(advantages), device=device))
-            train.update(model, reference, optimizers, [batch], most)
+            question = Question(next(iter(train.task.LIMITS)), "", ())
+            for row in rollout.completions.tolist():
+                text, ends = detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
+                rollout.answers.append(Answer(question, text, ends, True))
+            rollout.advantages = torch.randn(rollout.completions.shape, generator=rng).to(device)
+            rollout.kl_weights = torch.ones(len(rollout.answers), device=device)
+            train.update(model, reference, optimizers, [rollout], most)
 
     return model, run
 

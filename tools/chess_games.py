@@ -37,9 +37,9 @@ def answers(model, questions, temperature, group_size=1, seed=0):
     """[Answer, ...]: `group_size` answers to each of some questions of one kind."""
     generator, limit = torch.Generator().manual_seed(seed), max(rewards.LIMITS.values())
     noise = torch.rand(len(questions), group_size, limit, generator=generator)
-    parts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, max_rows=128)
-    parts = tqdm(parts, f"answers, temperature {temperature:g}", leave=False, disable=None)
-    return [answer for _, part in parts for answer in part]
+    rollouts = sample(model, questions, group_size, rewards.LIMITS, temperature, noise=noise, max_rows=128)
+    rollouts = tqdm(rollouts, f"answers, temperature {temperature:g}", leave=False, disable=None)
+    return [answer for rollout in rollouts for answer in rollout.answers]
 
 
 def best_moves(model, fens, temperature, seed):

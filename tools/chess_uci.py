@@ -64,8 +64,8 @@ def before_the_move(model, board):
     text_format, encode = chess_format(model.config), model.tokenizer.encode
     prompt, header = policy_prompt(board.fen(), text_format), "M:"
     if text_format == "rookworld":
-        ((_, (answer,)),) = sample(model, [Question("policy", prompt, ())], 1, LIMITS, temperature=0)
-        list_made, header, _ = answer.text.rpartition("B:")
+        (rollout,) = sample(model, [Question("policy", prompt, ())], 1, LIMITS, temperature=0)
+        list_made, header, _ = rollout.answers[0].text.rpartition("B:")
         padded = policy_completion(board.fen(), [("a1a1", 0)], text_format).partition("M:")[0] + "M:"
         header = list_made + header if header else padded  # without a list it is the first candidate
     return encode(prompt) + encode(header)

@@ -1,4 +1,4 @@
-"""The doctor: one batch goes through train.py's own functions, and the result of each of them is checked.
+"""The doctor: one step's answers go through train.py's own functions, and the result of each of them is checked.
 
 python -m tools.doctor                        with the default settings
 python -m tools.doctor MODEL=mine LR=3e-5     with others, as train.py takes them
@@ -31,7 +31,7 @@ from nanorook.settings import fail
 from nanorook.task import draw_questions, grade_answers, load_items, prompt_ids, start_folder
 from rollout import detokenize, end_tokens, microbatches, sample
 
-UPDATES = 5  # on the same batch
+UPDATES = 5  # on the same answers
 
 
 class Check(NamedTuple):
@@ -62,37 +62,37 @@ def prepare(count):
 
 
 def ask(model, questions, temperature):
-    """Yields what a step has before its update: (Batch, Answers) of each kind."""
+    """Yields what a step has before its update: graded Rollouts with their advantages."""
     sampler = model.inference_copy(model.dtype)
-    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, train.SEED)
-    parts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
-    for batch, part in tqdm(parts, "sampling, batches", leave=False, disable=None):
-        yield batch, grade_answers(train.task, part)
+    noise = train.sampling_noise(len(questions), train.GROUP_SIZE, train.SEED)
+    rollouts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
+    for rollout in tqdm(rollouts, "sampling", leave=False, disable=None):
+        rollout.answers = grade_answers(train.task, rollout.answers)
+        train.add_advantages(rollout, train.CREDIT)
+        yield rollout
 
 
 def run_checks(model, reference, optimizers, questions):
-    """Yields the checks one by one, as far as the batch gets. `model` is updated."""
+    """Yields the checks one by one, as far as the answers get. `model` is updated."""
     yield (found := weights(model))
     if found.sentence:
         return
     yield computing(model, questions[0])
     rollouts = list(ask(model, questions, train.TEMPERATURE))
-    samples = [answer for _, part in rollouts for answer in part]
-    batches = [train.add_advantages(batch, part, train.GROUP_SIZE, train.CREDIT) for batch, part in rollouts]
+    samples = [answer for rollout in rollouts for answer in rollout.answers]
     yield truths(questions, samples)
-    for batch, (_, part) in zip(batches, rollouts):
-        yield completions(model, batch, part)
-    if any(len(batch.tokens) != len(batch.prompts) * train.GROUP_SIZE for batch in batches):
+    for rollout in rollouts:
+        yield completions(model, rollout)
+    if any(rollout.group_size != train.GROUP_SIZE for rollout in rollouts):
         return
-    for batch, (_, part) in zip(batches, rollouts):
-        yield rewards(batch, part)
+    for rollout in rollouts:
+        yield rewards(rollout)
 
     # The first step of a run, and what train.py reports about it
     most = train.plan_memory(model, questions)
-    parts = [[part for part, _ in microbatches(batch, most, True)] for batch in batches]
     kinds = {}
-    for part, (_, answers) in zip(parts, rollouts):  # questions of one kind may stop at different texts
-        kinds.setdefault(answers[0].question.kind, []).extend(part)
+    for rollout in rollouts:  # questions of one kind may stop at different texts
+        kinds.setdefault(rollout.kind, []).extend(microbatches(rollout, most, has_kl=True))
 
     @torch.no_grad()
     def logprobs(parts):  # (tokens,)
@@ -102,10 +102,10 @@ def run_checks(model, reference, optimizers, questions):
     before, old = {kind: logprobs(parts) for kind, parts in kinds.items()}, copy.deepcopy(model.state_dict())
     kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
     metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
-    metrics |= train.update(model, reference, optimizers, batches, most)
+    metrics |= train.update(model, reference, optimizers, rollouts, most)
     structure, kind = monitor.lowest(metrics, "structure")
     figures = {f"{kind} structure": structure} if kind else {}
-    wrong = monitor.check_start(metrics, model.dtype, train.task.LIMITS)
+    wrong = monitor.check_answers(metrics, train.task.LIMITS) or monitor.check_agreement(metrics, model.dtype)
     yield check("start", figures | shown(metrics, "logprob_gap", "kl"), (wrong, f"{wrong[:1].upper()}{wrong[1:]}"))
     verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
     state, advice = verdict.values()
@@ -123,7 +123,7 @@ def run_checks(model, reference, optimizers, questions):
         return
     first = max(mean(grpo.kl(b, logprobs(kinds[kind]), torch.ones_like(b), "k3")) for kind, b in before.items())
     for _ in range(UPDATES - 1):
-        train.update(model, reference, optimizers, batches, most)
+        train.update(model, reference, optimizers, rollouts, most)
     gains = {}  # of the kinds in which some answers are better than others
     for kind, parts in kinds.items():
         paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
@@ -187,12 +187,13 @@ def truths(questions, samples):
     )  # fmt: skip
 
 
-def completions(model, batch, samples):
-    """Checks that the mask and the tokens of a batch are those of the answers that were graded."""
-    rows = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.completion_mask)]
+def completions(model, rollout):
+    """Checks that the mask and the tokens of a rollout are those of the answers that were graded."""
+    samples = rollout.answers
+    rows = [row[mask].tolist() for row, mask in zip(rollout.completions, rollout.completion_mask)]
     metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
     rules = samples[0].question.kind, samples[0].question.stop, samples[0].question.stop_after
-    expected, last = len(batch.prompts) * train.GROUP_SIZE, end_tokens(model.tokenizer, *rules)
+    expected, last = len(rollout.prompts) * train.GROUP_SIZE, end_tokens(model.tokenizer, *rules)
     marks = [[i >= last.get(token, len(row)) for i, token in enumerate(row)] for row in rows]
     wrong = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
@@ -204,13 +205,14 @@ def completions(model, batch, samples):
     )  # fmt: skip
 
 
-def rewards(batch, samples):
+def rewards(rollout):
+    samples = rollout.answers
     values = torch.tensor([s.grade.reward for s in samples])
     least, most, groups = values.min().item(), values.max().item(), values.view(-1, train.GROUP_SIZE)
     different = {(s.question.prompt, s.text): s.grade.reward for s in samples}  # a likely answer is sampled repeatedly
     capped = [reward for reward in different.values() if reward > most - 1e-6]
     share = len(capped) / len(different)
-    paid = batch.advantages.abs().max().item()
+    paid = rollout.advantages.abs().max().item()
     times = paid / max(1e-9, (groups - groups.mean(1, keepdim=True)).abs().max().item())
     return check(
         f"{samples[0].question.kind} rewards",

@@ -13,6 +13,7 @@ comes from which questions are drawn, and from which answers to them; more answe
 
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import torch
 from torch.nn.functional import pad
@@ -29,7 +30,6 @@ import train
 from nanorook.statistics import interval
 from nanorook.tables import table
 from nanorook.task import earned, start_folder
-from rollout import Batch
 from tools.doctor import ask, prepare
 
 heading("Signal")
@@ -117,28 +117,41 @@ def ways(answers):
 def gradients(model, reference, rollouts):
     """{way of paying: rows for jackknife()}: each question's gradient; and as HALVES, where half of a group is large
     enough to be paid as a group of its own, the means of the halves' gradients and of their squares."""
-    groups = [(batch, answers, i) for batch, answers in rollouts for i in range(len(batch.prompts))]
+    groups = [(rollout, b) for rollout in rollouts for b in range(len(rollout.prompts))]
     found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
     project, parameters, G, H = projection(model), [*model.parameters()], train.GROUP_SIZE, train.GROUP_SIZE // 2
     cuts = [slice(0, G), *[slice(0, H), slice(H, 2 * H)] * (H > train.BEST_OF)]
-    for place, (batch, answers, i) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
-        rows = slice(i * G, i * G + G)
-        whole = batch.select([i], batch.prompt_lengths[i], batch.completion_mask[rows].sum(1).max())
+    for place, (rollout, b) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
+        longest = rollout.completion_mask[b * G : (b + 1) * G].sum(1).max()
+        group = rollout.select([b], rollout.prompt_lengths[b], longest)
         for cut in cuts:
-            part = Batch(*whole[:2], *(x if x is None else x[cut] for x in whole[2:]))
+            part = rows_of_group(group, cut)
             logprobs, _ = train.forward(model, part, train.TEMPERATURE)
-            with torch.no_grad():
-                ref = train.forward(reference, part, train.TEMPERATURE)[0] if reference else None
-            part = part._replace(old_logprobs=logprobs.detach(), ref_logprobs=ref)
-            some = answers[rows][cut]
+            part.old_logprobs = logprobs.detach()
+            if reference:
+                with torch.no_grad():
+                    part.ref_logprobs, _ = train.forward(reference, part, train.TEMPERATURE)
+            some = part.answers
             half = [(HALVES, some, train.CREDIT, train.KL_COEF)]
             for name, paid, credit, kl_coef in ways(some) if len(some) == G else half:
-                part = train.add_advantages(part, paid, len(some), credit)
+                part.answers = paid
+                train.add_advantages(part, credit)
                 if part.advantages.any() or (reference and kl_coef):
                     loss, _ = train.loss_and_sums(logprobs, part, 1.0, kl_coef)
                     gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
                     found[name][place] += project(gradient) / (G // len(some))
     return {SET: found[SET], **found}
+
+
+def rows_of_group(group, cut):
+    """Some of the answers to a question, as a group of their own."""
+    return replace(
+        group,
+        completions=group.completions[cut],
+        completion_mask=group.completion_mask[cut],
+        rollout_logprobs=group.rollout_logprobs[cut],
+        answers=group.answers[cut],
+    )
 
 
 def split(rows, B, P, T):
@@ -191,21 +204,22 @@ def main():
     model, questions = prepare(QUESTIONS)
     device, dtype = model.wte.weight.device, model.dtype
     reference = architectures.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
-    print(f"{train.MODEL or start_folder(train.task)}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers "
-          f"on {device} in {str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
+    source = train.MODEL or start_folder(train.task)
+    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {device} in {str(dtype)[6:]}, "
+          f"SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, tokens, spent, clock = [], [], [], Counter(), time.time()
     most = train.plan_memory(model, questions)
-    for batch, answers in ask(model, questions, train.TEMPERATURE):
-        batch = train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT)
+    for rollout in ask(model, questions, train.TEMPERATURE):
         compared = reference or (model if train.KL_COEF else None)  # a run's reference takes as long
-        train.update(model, compared, [torch.optim.SGD(model.parameters(), lr=0.0)], [batch], most)
-        kind, n = answers[0].question.kind, len(batch.prompts)
+        train.update(model, compared, [torch.optim.SGD(model.parameters(), lr=0.0)], [rollout], most)
+        kind, n = rollout.kind, len(rollout.prompts)
         spent[kind] += time.time() - clock
         clock = time.time()
-        rollouts.append((batch, answers))
+        rollouts.append(rollout)
         kinds += [kind] * n
-        tokens.append(torch.stack([batch.prompt_lengths, batch.completion_mask.sum(1).view(n, -1).float().mean(1)], 1))
+        answer_lengths = rollout.completion_mask.sum(1).view(n, -1).float().mean(1)  # (B,)
+        tokens.append(torch.stack([rollout.prompt_lengths, answer_lengths], 1))
 
     seconds = {kind: spent[kind] / count for kind, count in Counter(kinds).items()}
     seconds["all"] = sum(spent.values()) / QUESTIONS
