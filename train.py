@@ -27,7 +27,7 @@ from tqdm import tqdm
 import grpo
 from model import GPT
 from nanorook import hardware, loggers, monitor, parallel, settings, sizes
-from nanorook.run import Run, catch_signals, continuation, explain, restore, write
+from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, heading, setting
 from nanorook.task import first_questions, graded, load, load_items, make_questions, prompt_ids, shuffled, start_model
 from rollout import microbatches, once, sample
@@ -89,7 +89,7 @@ DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, 
 DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA, if there are a C compiler and Python.h", one_of=("auto", "0", "1"))
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update, unless one group has more; limits memory and changes nothing else; 0: 4096 on a CPU; on CUDA as many as fit into free memory, up to 32768", low=0)
-NPROC                   = setting("NPROC", 1, "number of processes on this machine; use one for each GPU", low=1)
+NPROC                   = setting("NPROC", "auto", "number of processes on this machine; use one for each GPU; auto: two on a CPU of two or more cores for a model below 50M parameters, unless OMP_NUM_THREADS is set; else one")
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
@@ -159,7 +159,11 @@ def update(model, reference, optimizers, batches, most_tokens):
     """Makes EPOCHS updates from the answers of a step; returns metrics."""
     parts = [part for batch in batches for part in microbatches(batch, most_tokens, KL_COEF > 0)]
     limit = max(task.LIMITS.values())
-    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part, _ in parts))
+    device = model.wte.weight.device
+    normalizer = torch.zeros((), dtype=torch.long, device=device)  # also of a process that has no question
+    for part, _ in parts:
+        normalizer += grpo.loss_normalizer(part.completion_mask, LOSS, limit)
+    normalizer = parallel.total(normalizer)
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = {}  # over the tokens of all parts
@@ -176,7 +180,7 @@ def update(model, reference, optimizers, batches, most_tokens):
                 loss.backward()
             part_sums["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
             sums = {name: sums.get(name, 0) + value for name, value in part_sums.items()}
-        sums = {name: parallel.total(value) for name, value in sums.items()}
+        sums = parallel.total_by_name(sums, device)
 
         # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
         parallel.sum_gradients(model.parameters())
@@ -263,10 +267,10 @@ def start():
     """Everything that the loop works with, for a new run or for one that is resumed."""
     settings.finish()
     hardware.flush_denormals()
-    device = parallel.start(hardware.choose_device(DEVICE), NPROC)
-    lead, world = parallel.rank() == 0, parallel.world()
-    if BATCH_POSITIONS % world:
-        fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
+    device, large = hardware.choose_device(DEVICE), bool(SIZE_DEFAULTS) or getattr(task, "LARGE", False)
+    before = 0 if FRESH else processes_of(OUT_DIR)
+    device = parallel.start(device, hardware.processes(NPROC, device, large, before))
+    lead = parallel.rank() == 0
     run = Run(OUT_DIR)
     if lead:
         loggers.require(REPORT_TO)
@@ -299,7 +303,7 @@ def start():
     questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
-    parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
+    parallel.log(monitor.introduction(model, source, TASK, items, held_out, run.microbatch))
     parallel.log(sizes.in_words(SIZE_DEFAULTS))
     if lead and FRESH:  # only once model and data are known to be good
         run.clear()

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 
+from nanorook import parallel
 from nanorook.run import rewind, write
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, is_share
@@ -199,7 +200,7 @@ def describe(command, device, dtype):
     }
 
 
-def introduction(model, source, task, items, held_out, processes, microbatch):
+def introduction(model, source, task, items, held_out, microbatch):
     """What a run trains, on what and where."""
     parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
@@ -209,7 +210,7 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
-        f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
+        f"{model.wte.weight.device} in {dtype}, {parallel.in_words()}, microbatches of {microbatch} tokens{again}"
         f"{early * (steps < warmup)}"
     )
 
@@ -219,7 +220,8 @@ def open_log(run, model, questions):
     held-out questions, in the order of figures(), for comparisons with other runs."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
-    about = describe("./train.sh", model.wte.weight.device, model.dtype) | {"questions": {}}
+    about = describe("./train.sh", model.wte.weight.device, model.dtype)
+    about |= {"processes": parallel.world(), "questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     write(run.out / "settings.json", json.dumps(values(), indent=2))
