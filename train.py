@@ -27,7 +27,7 @@ from tqdm import tqdm
 import architectures
 import grpo
 from nanorook import hardware, loggers, monitor, parallel, report, settings, sizes
-from nanorook.run import Run, catch_signals, continuation, explain, restore, write
+from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
     draw_questions,
@@ -99,7 +99,7 @@ DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, 
 DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA, if there are a C compiler and Python.h", one_of=("auto", "0", "1"))
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update, unless one group has more; limits memory and changes nothing else; 0: 4096 on a CPU; on CUDA as many as fit into free memory, up to 32768", low=0)
-NPROC                   = setting("NPROC", 1, "number of processes on this machine; use one for each GPU", low=1)
+NPROC                   = setting("NPROC", "auto", "number of processes on this machine; use one for each GPU; auto: two on a CPU of two or more cores for a model below 50M parameters, unless OMP_NUM_THREADS is set; else one")
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
@@ -237,11 +237,14 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     """Makes EPOCHS updates from the answers of a step, in microbatches of at most `most_tokens`; returns metrics. With
     `check`, the run ends if sampler, policy and reference disagree, before any weight has changed."""
     parts = [part for rollout in rollouts for part in microbatches(rollout, most_tokens, KL_COEF > 0)]
-    limit = max(task.LIMITS.values())
-    normalizer = parallel.total(sum(grpo.loss_normalizer(part.completion_mask, LOSS, limit) for part in parts))
+    device, limit = model.wte.weight.device, max(task.LIMITS.values())
+    normalizer = torch.zeros((), dtype=torch.long, device=device)  # also of a process that has no question
+    for part in parts:
+        normalizer += grpo.loss_normalizer(part.completion_mask, LOSS, limit)
+    normalizer = parallel.total(normalizer)
     epochs, skipped = [], 0
     for _ in range(EPOCHS):
-        sums = empty_sums(model.wte.weight.device, has_kl=reference is not None)
+        sums = empty_sums(device, has_kl=reference is not None)
         for part in parts:
             for name, value in backward(model, reference, part, normalizer).items():
                 sums[name] = sums[name] + value
@@ -430,50 +433,75 @@ def start():
     """Everything that the loop works with, for a new run or for one that is resumed."""
     settings.finish()
     hardware.flush_denormals()
-    device = parallel.start(hardware.choose_device(DEVICE), NPROC)
-    lead, world = parallel.rank() == 0, parallel.world()
-    if BATCH_POSITIONS % world:
-        fail(f"BATCH_POSITIONS={BATCH_POSITIONS} cannot be divided among {world} processes; use a multiple of {world}.")
+    device = join_processes()
+    run, source, saved = open_run()
+    model, reference, optimizers = load_models(run, source, device, saved)
+    items, held_out, questions = load_questions(model.config)
+    planned = min(parallel.gather([plan_memory(model, questions)]))
+    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
+    parallel.log(monitor.introduction(model, source, TASK, len(items), held_out, run.microbatch))
+    parallel.log(sizes.in_words(SIZE_DEFAULTS))
+    if parallel.rank() == 0 and FRESH:  # only once model and data are known to be good
+        run.clear()
+    return run, model, reference, optimizers, items, questions
+
+
+def join_processes():
+    """Starts the other processes, if there are to be any; returns the device of this one."""
+    device = hardware.choose_device(DEVICE)
+    is_large = bool(SIZE_DEFAULTS) or getattr(task, "LARGE", False)
+    before = 0 if FRESH else processes_of(OUT_DIR)
+    return parallel.start(device, hardware.processes(NPROC, device, is_large, before))
+
+
+def open_run():
+    """The run in OUT_DIR, the source of its start model, and (weights, moments) of the checkpoint that it resumes."""
+    is_lead = parallel.rank() == 0
     run = Run(OUT_DIR)
-    if lead:
+    if is_lead:
         loggers.require(REPORT_TO)
         run.acquire_lock()
         source = MODEL or start_folder(task)
         run.forbid_model_inside(source)
-    source = parallel.gather([source] if lead else [])[0]  # from the lead to all
-    resumed = None if FRESH else run.resume(STEPS)
+    source = parallel.gather([source] if is_lead else [])[0]  # from the lead to all
+    saved = None if FRESH else run.resume(STEPS)
     if len(set(parallel.gather([run.step]))) > 1:
         fail(f"the processes see different checkpoints: OUT_DIR={OUT_DIR} must be a folder that all machines share.")
-    if DTYPE == "auto":
-        run.dtype = run.dtype or parallel.gather([str(hardware.fastest_dtype(device)).removeprefix("torch.")])[0]
+    return run, source, saved
+
+
+def load_models(run, source, device, saved):
+    """The model in training, the reference and the optimizers."""
+    if DTYPE == "auto" and not run.dtype:
+        fastest = str(hardware.fastest_dtype(device)).removeprefix("torch.")
+        run.dtype = parallel.gather([fastest])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
     model = architectures.load(source)
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
-    reference = make_reference(model) if KL_COEF else None
+    reference = make_reference(model) if KL_COEF else None  # before a checkpoint is restored: it is the start model
     optimizers = make_optimizers(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-    if resumed:
-        restore(model, optimizers, *resumed)
+    if saved:
+        restore(model, optimizers, *saved)
     run.good = run.good or run.snapshot(model, optimizers)
+    return model, reference, optimizers
 
-    items, held_out = load_items(task, DATA, model.config)
+
+def load_questions(config):
+    """The items that training questions are drawn from, the number held out, and the questions of evaluations."""
+    items, held_out = load_items(task, DATA, config)
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on and {len(held_out)} held out, but at least "
              f"BATCH_POSITIONS={BATCH_POSITIONS} and 1 are needed; provide more.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
-    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), model.config)  # only to find the task's mistakes
-    questions = first_questions(task, held_out, min(EVAL_POSITIONS, len(held_out)), random.Random(SEED), model.config)
-    planned = min(parallel.gather([plan_memory(model, questions)]))
-    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
-    parallel.log(monitor.introduction(model, source, TASK, items, held_out, world, run.microbatch))
-    parallel.log(sizes.in_words(SIZE_DEFAULTS))
-    if lead and FRESH:  # only once model and data are known to be good
-        run.clear()
-    return run, model, reference, optimizers, items, questions
+    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), config)  # only to find the task's mistakes
+    count = min(EVAL_POSITIONS, len(held_out))
+    questions = first_questions(task, held_out, count, random.Random(SEED), config)
+    return items, len(held_out), questions
 
 
 def make_reference(model):

@@ -1,4 +1,4 @@
-"""What a model runs on: the device, the dtype of its matrix products, whether it is compiled."""
+"""What a model runs on: the device, the processes, the dtype of its matrix products, whether it is compiled."""
 
 import os
 import shutil
@@ -19,6 +19,21 @@ def choose_device(name="auto"):
     if name not in ("auto", *usable):
         fail(f"this machine has no device {name} to train on; use {' or '.join(['auto', *usable])}.")
     return torch.device(usable[0] if name == "auto" else name)
+
+
+def processes(wanted, device, large, before=0):
+    """The number of processes from the value of the setting NPROC. auto: one, but on a CPU as many as a run had
+    `before` it was stopped, and two for a new run of a small model on several cores. The threads of one process wait
+    for each other at every matrix product, and if another program takes the core of one of them, all others wait;
+    processes meet only a few times in a step. A user who sets OMP_NUM_THREADS has chosen threads."""
+    if wanted != "auto":
+        if not str(wanted).isdecimal() or int(wanted) < 1:
+            fail(f"NPROC={wanted} is neither auto nor a whole number of at least 1.")
+        return int(wanted)
+    if device.type != "cpu":
+        return 1
+    several_cores = torch.get_num_threads() > 1  # torch's default is the number of physical cores
+    return before or (2 if several_cores and not large and "OMP_NUM_THREADS" not in os.environ else 1)
 
 
 def prepare(device="auto", dtype="auto"):

@@ -2,7 +2,8 @@
 
 Each gets the settings, the metrics of every step, held-out skill with the ends of its intervals, and some graded
 answers. A resumed run continues its record: in wandb by its id, which needs wandb's server (offline, each start makes a
-folder with that id), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard.
+folder with that id), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard. trackio writes twice
+a second and has no way to wait for it, so a killed run may lose there what it reported in its last half second.
 """
 
 import atexit
@@ -58,8 +59,8 @@ def connect(where, run):
     if where == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        # Drops what a killed run wrote beyond its checkpoint.
-        writer = SummaryWriter(run.out / where, purge_step=run.step + 1)
+        # Drops what a killed run wrote beyond its checkpoint, or all of it if there was none.
+        writer = SummaryWriter(run.out / where, purge_step=run.step + 1 if run.skill else 0)
         writer.add_text("settings", markdown([["setting", "value"], *map(list, settings.values().items())]))
 
         def report(step, numbers, rows=()):

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 
+from nanorook import parallel
 from nanorook.run import rewind, write
 from nanorook.settings import GIVEN, SETTINGS, values
 from nanorook.statistics import figure, is_share
@@ -218,8 +219,8 @@ def describe(command, device, dtype):
     }
 
 
-def introduction(model, source, task, items, held_out, processes, microbatch):
-    """What a run trains, on what and where."""
+def introduction(model, source, task, items, held_out, microbatch):
+    """What a run trains, on what and where; `items` and `held_out` are counts."""
     parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     again = ", blocks recomputed in the backward pass" * model.recompute
@@ -227,8 +228,8 @@ def introduction(model, source, task, items, held_out, processes, microbatch):
     early = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
-        f"{task}: {len(items)} items to train on, {len(held_out)} held out\n"
-        f"{model.wte.weight.device} in {dtype}, {processes} process(es), microbatches of {microbatch} tokens{again}"
+        f"{task}: {items} items to train on, {held_out} held out\n"
+        f"{model.wte.weight.device} in {dtype}, {parallel.in_words()}, microbatches of {microbatch} tokens{again}"
         f"{early * (steps < warmup)}"
     )
 
@@ -241,7 +242,7 @@ def open_log(run, model, questions):
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
     about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK
     about |= describe("./train.sh", model.wte.weight.device, model.dtype)
-    about |= {"changes": run.changes, "questions": {}}
+    about |= {"changes": run.changes, "processes": parallel.world(), "questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     write(run.out / "run.json", json.dumps(about))

@@ -9,6 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,7 +21,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from nanorook import hardware
 from nanorook.settings import fail
 
-OTHERS = []  # the processes that launch() has started
+OTHERS = []  # the processes that launch() has started, each with the file of what it has written to stderr
+LEAD = "NANOROOK_LEAD"  # the variable that tells them the id of the process that has started them
+JOIN_WITHIN = timedelta(minutes=2)  # in which all processes have to start
 
 
 def rank():
@@ -26,6 +32,11 @@ def rank():
 
 def world():
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def in_words():
+    threads = f" of {torch.get_num_threads()} thread(s) each" if world() > 1 else ""
+    return f"{world()} process(es){threads}"
 
 
 def log(text):
@@ -48,11 +59,25 @@ def start(device, processes):
         device = hardware.choose_device(f"cuda:{index}")
         torch.cuda.set_device(device)
     if launched():
+        if LEAD in os.environ:
+            threading.Thread(target=end_with_lead, daemon=True).start()
         if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or dist.is_torchelastic_launched()):
             # torchrun gives each process one thread
-            torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            cores = os.cpu_count() if dist.is_torchelastic_launched() else torch.get_num_threads()
+            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def join(backend):
+    """Waits for the other processes, but not for ever for one that has ended before."""
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=JOIN_WITHIN))
+    except dist.DistError as error:
+        show_errors()
+        fail(f"the processes of this run have not all started within {JOIN_WITHIN.seconds} seconds ({error}); see "
+             "above whether one has ended, and start the run again.")  # fmt: skip
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def launched():
@@ -62,7 +87,10 @@ def launched():
 
 def launch(processes):
     """Starts this program again for every other rank, in a session of its own, so that Ctrl-C reaches this one alone.
-    torchrun would pass it on, and 30 seconds later kill any process that is still in its step, before it has saved."""
+    torchrun would pass it on, and 30 seconds later kill any process that is still in its step, before it has saved.
+    What the others write to stderr is shown only if one of them ends the run: all of them give the same warnings."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))  # it outlives a change of Wi-Fi
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     os.environ.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the usual way to die skips atexit
@@ -70,13 +98,30 @@ def launch(processes):
     for rank in reversed(range(processes)):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # as torchrun would set them
         if rank > 0:
-            OTHERS.append(subprocess.Popen([sys.executable, *sys.argv], start_new_session=True))
+            environment, errors = os.environ | {LEAD: str(os.getpid())}, tempfile.TemporaryFile()
+            command = [sys.executable, *sys.argv]
+            process = subprocess.Popen(command, start_new_session=True, env=environment, stderr=errors)
+            OTHERS.append((process, errors))
+
+
+def end_with_lead():
+    """Ends this process when the one that has started it ends, even if that is killed and can tell nobody."""
+    while os.getppid() == int(os.environ[LEAD]):
+        time.sleep(1)
+    os._exit(1)
 
 
 def kill_others():
     """They have nothing to save."""
-    for process in OTHERS:
+    for process, _ in OTHERS:
         process.kill()
+
+
+def show_errors():
+    """Shows what the processes that launch() has started have written to stderr."""
+    for _, errors in OTHERS:
+        errors.seek(0)
+        print(errors.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
 
 def free_port():

@@ -180,6 +180,15 @@ def finished(out):
     return file.exists() and "finished" in json.loads(file.read_text())
 
 
+def processes_of(out):
+    """The number of processes of the run in this folder, 0 if there is none."""
+    try:
+        number = json.loads(Path(out, "run.json").read_text())["processes"]
+    except (OSError, ValueError, LookupError, TypeError):  # also where the file is another program's
+        return 0
+    return number if isinstance(number, int) else 0
+
+
 def continuation(out, fresh):
     """What the same command does after a run was interrupted, as the end of a sentence."""
     newest = None if fresh and not Run.cleared else max(Path(out).glob(STEP), default=None)
@@ -199,6 +208,7 @@ def explain(error, task, continuation):
              f"lower BATCH_POSITIONS, GROUP_SIZE or the most new tokens {task.LIMITS}; {continuation}")  # fmt: skip
     if not parallel.another_has_ended(error):
         raise error
+    parallel.show_errors()
     fail(f"another process of this run has ended, see above; {continuation}")
 
 

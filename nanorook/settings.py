@@ -84,18 +84,25 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         fail(f"{name}={error}")
     if one_of is not None and value not in one_of:
         fail(f"{name}={value} is not one of {', '.join(one_of)}.")
+    if name == "OUT_DIR" and not value:
+        fail("OUT_DIR= names no folder; leave it out, or name one.")
     if name in ("MODEL", "DATA", "OUT_DIR") or name == "TASK" and any(name in source for source in sources):
-        value = from_here(value, name == "OUT_DIR")
+        value = one_spelling(name, value)
     OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
 
 
-def from_here(path, new=False):
-    """The absolute path of a file that is or will be in the user's current folder, if that is not the project's: tools
-    read a run's settings again, and they start in the project's folder."""
-    elsewhere = not Path.cwd().samefile(ROOT) and path and (new or Path(path).exists())
-    return str(Path(path).absolute()) if elsewhere else path
+def one_spelling(name, path):
+    """The same text for the same file, however a user spells it, as a run that is resumed compares the two. Tools read
+    a run's settings again, and they start in the project's folder. So the path is absolute, unless it is in that folder
+    and the user is there, too. A task is looked for in both."""
+    here = name != "TASK" or os.path.exists(path)
+    file = Path(os.path.abspath(path if here else ROOT / path))
+    if not path or not os.path.exists(file) and name != "OUT_DIR":  # built in, or on the hub
+        return path
+    inside = file.is_relative_to(ROOT) and (name == "TASK" or Path.cwd().samefile(ROOT))
+    return str(file.relative_to(ROOT) if inside else file)
 
 
 def as_text(value):

@@ -129,9 +129,12 @@ def over_seeds(figures, shared=0.0):
     between = variance(means) / n
     if between < 1e-12:  # all are equal, as at 100 %: the seeds show no variance, but the questions of one seed may
         return means[0], max(half for _, half, *_ in figures), math.inf
-    total = between + shared  # shared is known from hundreds of questions, between from n seeds: Welch-Satterthwaite
-    freedom = (n - 1) * (total / between) ** 2
-    return fmean(means), student(freedom) * math.sqrt(total), freedom
+    # `shared` is known from hundreds of questions and `between` from n seeds: Welch-Satterthwaite. By chance, `between`
+    # may come out far too small, as if nearly all the variance were known. It is at least what those questions cause
+    # that a seed does not share with the others.
+    own_questions = max(0.0, fmean((half / 1.96) ** 2 for _, half, *_ in figures) - shared) / n
+    freedom = (n - 1) * (1 + shared / max(between, own_questions)) ** 2
+    return fmean(means), student(freedom) * math.sqrt(between + shared), freedom
 
 
 def with_interval(mean, half, form=".3f"):

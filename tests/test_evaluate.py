@@ -49,6 +49,16 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
     assert rows["short reward T=1"][2].removesuffix(" *") == gain and values[0] != values[1]
 
 
+def test_a_runs_model_is_compared_with_what_it_began_with_whatever_it_is_asked(shown, toy_model, tmp_path):
+    (tmp_path / "own.py").write_text(
+        f"DEFAULTS, LIMITS = {{}}, {{'q': 1}}\ndef start_model():\n    return {toy_model!r}\n"
+        "def load(source, config): ...\ndef make_questions(items, count, rng, config): ...\n"
+        "def grade(question, text, hit_limit): ...\n"
+    )
+    first, _ = shown(toy_model, run={"TASK": str(tmp_path / "own.py")})  # toy's own start_model returns None
+    assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}, B is {toy_model}"
+
+
 def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monkeypatch):
     first, rows = shown(toy_model, "EVAL_SAMPLES=4")
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]

@@ -66,6 +66,12 @@ def test_finished_games_and_mirrored_positions_are_left_out(tmp_path):
     assert first.moves[0] == ("a1a8", 99999) and second.fen == chess.STARTING_FEN
 
 
+def test_positions_of_finished_games_alone_are_nothing_to_label(tmp_path):
+    (tmp_path / "mated").write_text("R5k1/5ppp/8/8/8/8/5PPP/6K1 b - - 0 1")
+    run(tmp_path / "out.txt", "--from", tmp_path / "mated", wrong="there is nothing to label: no position of")
+    assert [file.name for file in tmp_path.iterdir()] == ["mated"]
+
+
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -25,7 +25,8 @@ def record(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, module)
 
     def write(where, first, last):
-        ends, run = [], SimpleNamespace(out=tmp_path, step=first, record="abcd1234")
+        skill = {"before": {}} if first else {}  # of a checkpoint
+        ends, run = [], SimpleNamespace(out=tmp_path, step=first, record="abcd1234", skill=skill)
         with monkeypatch.context() as patch:
             patch.setattr(loggers, "atexit", SimpleNamespace(register=ends.append))
             report = loggers.connect(where, run)
@@ -40,13 +41,15 @@ def record(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.needs("tensorboard", "pip install tensorboard")
 def test_tensorboard_continues_where_the_checkpoint_was(record, tmp_path):
-    record("tensorboard", 0, 3)
+    record("tensorboard", 0, 1)
+    record("tensorboard", 0, 3)  # the one before was killed without a checkpoint
     record("tensorboard", 2, 4)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("q/reward")] == [1, 2, 3, 4]
-    assert events.Scalars("held-out_greedy/q_right_low")[0].value == pytest.approx(0.4)
+    low = events.Scalars("held-out_greedy/q_right_low")
+    assert [event.step for event in low] == [0, 2] and low[0].value == pytest.approx(0.4)
     settings, answers = (events.Tensors(f"{name}/text_summary") for name in ("settings", "answers"))
     assert b"| GROUP_SIZE |" in settings[0].tensor_proto.string_val[0]
     assert b"what \\| ? | a b | 0.5 | 0.5 all |" in answers[0].tensor_proto.string_val[0]

@@ -1,4 +1,4 @@
-"""Two processes take the steps that one takes; where one of them runs out of memory, or dies, all end."""
+"""Several processes take the steps that one takes; where one of them runs out of memory, or dies, all end."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import toy
 import train
 from model import GPT
-from nanorook import parallel
+from nanorook import hardware, parallel
 from nanorook.run import STEP
 
 RUNS = {
@@ -25,6 +26,8 @@ RUNS = {
     "epochs": dict(EPOCHS=2, LOSS="grpo", SCALE_REWARDS="std", KL_COEF=0.5, CREDIT="answer", BATCH_POSITIONS=6),
     "shuffled": dict(STEPS=2, CONTROL="shuffle", BEST_OF=2),
     "little signal": dict(STEPS=4, KL_COEF=0.0, EPOCHS=2),
+    "uneven": dict(BATCH_POSITIONS=5, EVAL_POSITIONS=5),
+    "one question": dict(STEPS=1, BATCH_POSITIONS=1, EVAL_POSITIONS=1),  # which the other processes do not have
 }
 
 
@@ -41,8 +44,8 @@ def out_of_memory(*args):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def program(out, model):
-    parallel.start(torch.device("cpu"), 2)
+def program(out, model, processes):
+    parallel.start(torch.device("cpu"), int(processes))
     parallel.start, parallel.finish = lambda device, processes: device, lambda: None
     for name in RUNS:
         with pytest.MonkeyPatch.context() as patch:
@@ -55,20 +58,21 @@ def program(out, model):
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory, toy_model):
-    """The folder of the runs of two processes, what they printed, and the sentences that they ended with."""
-    out = tmp_path_factory.mktemp("two")
-    command = [sys.executable, __file__, str(out), toy_model]
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def several(request, tmp_path_factory, toy_model):
+    """The folder of the runs of several processes, what they printed, and the sentences that they ended with."""
+    out = tmp_path_factory.mktemp("several")
+    command = [sys.executable, __file__, str(out), toy_model, str(request.param)]
     done = subprocess.run(command, cwd=toy.ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert len(list(out.glob("*/model"))) == len(RUNS) and done.returncode == 1, done.stderr[-3000:]
     return out, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, toy_run, toy_model):
-    out, printed, _ = two
-    assert "2 process(es)" in printed
+def test_several_processes_take_the_steps_of_one(name, several, tmp_path, monkeypatch, toy_run, toy_model):
+    out, printed, _ = several
+    processes = json.loads((out / name / "run.json").read_text())["processes"]
+    assert processes > 1 and f"{processes} process(es) of 1 thread(s) each, microbatches" in printed
     one = run(monkeypatch.setattr, tmp_path, name, toy_model)
     assert toy.same(one, toy.rows(out / name))  # also the metrics of answers, which are of all processes
     assert name != "little signal" or {row["frac_zero_std"] for row in one} >= {0.75}
@@ -81,13 +85,58 @@ def test_two_processes_take_the_steps_of_one(name, two, tmp_path, monkeypatch, t
     assert max((weights[0][key] - start[key]).abs().max() for key in start) > 1e-3
 
 
-def test_where_one_runs_out_of_memory_all_end(two):
+def test_where_one_runs_out_of_memory_all_end(several):
     for sentence in (
         "out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start",
         "another process of this run has ended",
     ):
-        assert re.search(f"^error: {sentence}.*; the same command starts again.$", two[2], re.MULTILINE)
-    assert "Traceback" not in two[2]
+        assert re.search(f"^error: {sentence}.*; the same command starts again.$", several[2], re.MULTILINE)
+    assert "Traceback" not in several[2]
+
+
+def test_nobody_waits_for_ever_for_a_process_that_has_not_joined(monkeypatch):
+    monkeypatch.setattr(parallel, "JOIN_WITHIN", timedelta(seconds=1))
+    monkeypatch.setattr(parallel, "OTHERS", [])
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", str(parallel.free_port()))
+    with pytest.raises(SystemExit, match="^error: the processes of this run have not all started within 1 seconds"):
+        parallel.join("gloo")
+
+
+@pytest.mark.parametrize("wanted, threads, number", [("auto", 2, 2), ("auto", 8, 2), ("auto", 1, 1), ("3", 1, 3)])
+def test_a_small_model_has_two_processes_on_the_cores_of_a_cpu(wanted, threads, number, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cpu, gpu, chosen = torch.device("cpu"), torch.device("cuda"), wanted == "3"
+    assert hardware.processes(wanted, cpu, large=False) == number
+    assert hardware.processes(wanted, cpu, large=True) == (3 if chosen else 1)
+    assert hardware.processes(wanted, cpu, large=True, before=5) == (3 if chosen else 5)
+    assert hardware.processes(wanted, gpu, large=False, before=5) == (3 if chosen else 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert hardware.processes(wanted, cpu, large=False) == (3 if chosen else 1)
+
+
+@pytest.mark.parametrize("wrong", ["0", "two", "-1", "1.5", ""])
+def test_a_number_of_processes_that_is_none_is_refused(wrong):
+    with pytest.raises(SystemExit, match=f"^error: NPROC={wrong} is neither auto nor a whole number of at least 1.$"):
+        hardware.processes(wrong, torch.device("cpu"), large=False)
+
+
+def test_a_run_that_is_resumed_has_as_many_processes_as_before(tmp_path, monkeypatch, toy_run):
+    started = []
+    monkeypatch.setattr(parallel, "start", lambda device, processes: started.append(processes) or device)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    toy_run(STEPS=1, NPROC="auto")
+    file = tmp_path / "out" / "run.json"
+    assert json.loads(file.read_text())["processes"] == 1  # as start() has started no other
+    for content in ('{"processes": 3}', '{"processes": "many"}', "[]", "another program's"):
+        file.write_text(content)
+        toy_run(STEPS=len(started) + 1, NPROC="auto")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    toy_run(STEPS=1, NPROC="auto", FRESH=True)
+    assert started == [2, 3, 2, 2, 2, 1]
 
 
 def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_run):
@@ -134,7 +183,45 @@ def test_a_run_that_is_ended_before_its_first_step_leaves_no_process(tmp_path):
     other = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{other}").exists() or "State:\tZ" in Path(f"/proc/{other}/status").read_text()
+    assert ended(other)
+
+
+def ended(process):
+    return not Path(f"/proc/{process}").exists() or "State:\tZ" in Path(f"/proc/{process}/status").read_text()
+
+
+@pytest.mark.slow
+def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text("import os, time, torch\nfrom nanorook import parallel\n"
+                    "if 'RANK' not in os.environ:\n    parallel.launch(2)\n    print('ready', flush=True)\n"
+                    "    time.sleep(100)\nparallel.start(torch.device('cpu'), 2)\n")  # fmt: skip
+    process = subprocess.Popen([sys.executable, file], env=ENVIRONMENT, stdout=-1, text=True)
+    assert process.stdout.readline() == "ready\n"
+    other = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    process.kill()
+    process.wait()
+    until = time.time() + 60
+    while not ended(other) and time.time() < until:
+        time.sleep(0.2)
+    assert ended(other)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once_and_a_process_that_dies_before_it_joins_is_heard(tmp_path, toy_model):
+    process = start(tmp_path / "out", toy_model, BATCH_POSITIONS=1000)
+    _, errors = process.communicate(timeout=120)
+    [message] = errors.splitlines()
+    assert process.returncode == 1 and message.startswith("error: DATA=builtin has 100 items to train on")
+    file = tmp_path / "program.py"
+    file.write_text("import datetime, os, sys, torch\nfrom nanorook import parallel\n"
+                    "if os.environ.get('RANK') == '1':\n    sys.exit('the disk is full')\n"
+                    "parallel.JOIN_WITHIN = datetime.timedelta(seconds=20)\n"
+                    "parallel.start(torch.device('cpu'), 2)\n")  # fmt: skip
+    done = subprocess.run([sys.executable, file], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    first, last = done.stderr.splitlines()[0], done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and first == "the disk is full"
+    assert last.startswith("error: the processes of this run have not all started within 20 seconds")
 
 
 def start(out, model, launcher=(), stderr=subprocess.PIPE, **changes):

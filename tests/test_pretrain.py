@@ -26,7 +26,7 @@ from tools import chess_pretrain as pretrain
 from tools import chess_texts as texts
 from tools.chess_label import write_position
 
-TINY = "--layers 1 --width 32 --heads 2 --rows 8 --eval-positions 4 --dtype float32".split()
+SHAPE, TINY = "--layers 1 --width 32 --heads 2".split(), "--rows 8 --eval-positions 4 --dtype float32".split()
 BYTES = Tokenizer.of_bytes()
 TOKENIZERS = {"squares": Tokenizer.of_bytes(chess.SQUARE_NAMES), "expanded": BYTES, "rookworld": BYTES}
 LABELLED = positions.split(positions.load("builtin")[:6000])
@@ -40,7 +40,8 @@ def run(monkeypatch, tmp_path):
 
     def run(out, *arguments, **at):
         schedule = pretrain.schedule
-        monkeypatch.setattr(sys, "argv", ["pretrain", str(tmp_path / out), *TINY, *map(str, arguments)])
+        shape = [] if "--init" in arguments else SHAPE
+        monkeypatch.setattr(sys, "argv", ["pretrain", str(tmp_path / out), *shape, *TINY, *map(str, arguments)])
         with monkeypatch.context() as patch:
             for kind in rewards.LIMITS:
                 patch.setitem(rewards.LIMITS, kind, 4)
@@ -316,6 +317,14 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
     model = GPT.load(run("n", "--data", few, "--steps", 1, "--init", run("m", "--data", few, "--steps", 2, *shape)))
     assert model.config.extra["chess_format"] == "rookworld"
     assert model.config.vocab_size == model.tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("given", [("layers", 6), ("format", "squares"), ("positions", 512)])
+def test_what_a_start_model_decides_is_not_ignored(given, run, few, capsys):
+    name, value = given  # a default, too, says something else than the model may have
+    with pytest.raises(SystemExit):
+        run("m", "--data", few, "--init", "weights/tiny", f"--{name}", value)
+    assert f"--init has a shape and a format of its own; leave out --{name}." in capsys.readouterr().err
 
 
 def test_another_architecture_is_refused_before_the_first_step(run, few, monkeypatch, byte_model):

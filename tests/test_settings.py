@@ -67,6 +67,26 @@ def test_paths_are_absolute_where_a_user_stands_elsewhere(program, tmp_path, mon
     assert paths() == ["examples/letters.py", "gpt2", f"{tmp_path}/mine.pgn", f"{tmp_path}/out"]
 
 
+def test_a_file_has_one_spelling(program, tmp_path, monkeypatch):
+    """So that a run is resumed with the same task and model, however they are spelt."""
+    (tmp_path / "start").mkdir()
+
+    def spellings(name, *texts):
+        return {program(f"{name}={text}") and setting(name, "", "a path") for text in texts}
+
+    letters, tiny = settings.ROOT / "examples" / "letters.py", settings.ROOT / "weights" / "tiny"
+    tasks = "examples/letters.py", "./examples/letters.py", "examples/../examples/letters.py", letters
+    assert spellings("TASK", *tasks) == {"examples/letters.py"}
+    assert spellings("MODEL", "weights/tiny", "./weights/tiny/", tiny, f"{tiny}/") == {"weights/tiny"}
+    monkeypatch.chdir(tmp_path)
+    assert spellings("TASK", *tasks) == {"examples/letters.py"}
+    assert spellings("MODEL", "start", "start/", "./start", tmp_path / "start") == {f"{tmp_path}/start"}
+    assert spellings("MODEL", tiny, f"{tiny}/") == {str(tiny)}
+    assert spellings("MODEL", "a/hub-id") == {"a/hub-id"} and spellings("TASK", "./nowhere.py") == {"./nowhere.py"}
+    with pytest.raises(SystemExit, match="^error: OUT_DIR= names no folder; leave it out, or name one.$"):
+        spellings("OUT_DIR", "")
+
+
 WRONG = {
     "STEPS=-1": "STEPS=-1 is not a whole number of at least 0",
     "STEPS=1" + "0" * 400: "is not a whole number of at least 0",

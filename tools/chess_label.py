@@ -184,6 +184,9 @@ def run(args):
     finally:
         if sys.exc_info()[0] is not KeyboardInterrupt:  # main() ends with the workers at once then
             pool.shutdown(cancel_futures=True)  # waits: if Python 3.11 exits meanwhile, it prints an error
+    if not lines:
+        os.remove(partial)
+        fail(f"there is nothing to label: no position of {' '.join(args.source)} has a legal move.")
     text = "".join(f"{line}\n" for line in lines).encode()
     Path(f"{out}.tmp").write_bytes(gzip.compress(text, mtime=0) if out.endswith(".gz") else text)
     os.replace(f"{out}.tmp", out)  # so that the file appears whole or not at all

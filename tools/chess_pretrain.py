@@ -47,6 +47,7 @@ TOKENIZERS = {
     "expanded": Tokenizer.of_bytes,
     "rookworld": Tokenizer.gpt2,
 }
+SHAPE = "format", "tokenizer", "layers", "width", "heads", "positions"  # what --init decides
 SKILL = "policy legal", "policy candidates_legal", "policy top5", "policy best", "environment next_state"
 
 
@@ -83,6 +84,12 @@ def arguments():
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of initial weights and random texts")
     p.add_argument("--device", default="auto", help="cpu, cuda, ...; auto: cuda if there is one")
     a = p.parse_args()
+    if a.init:
+        p.set_defaults(**dict.fromkeys(SHAPE))  # None, so that what is given can be told from a default
+        given = vars(p.parse_args())
+        for name in SHAPE:
+            if given[name] is not None:
+                p.error(f"--init has a shape and a format of its own; leave out --{name}.")
     if a.width % a.heads:
         p.error(f"--width {a.width} has to be a multiple of --heads {a.heads}.")
     if a.tokenizer and a.format != "rookworld":

@@ -29,7 +29,7 @@ import train
 from nanorook import hardware
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
-from nanorook.task import draw_questions, load_items, start_folder
+from nanorook.task import draw_questions, load_items, load_task, start_folder
 
 
 def main():
@@ -48,7 +48,8 @@ def main():
         print(table(skill_rows(json.loads(file.read_text())), a.markdown))
         return
     if len(models) == 1 and settings.GIVEN["run"]:
-        models.insert(0, train.MODEL or start_folder(train.task))
+        own = settings.GIVEN["run"].get("TASK")  # of the run, which began with its start model even if TASK is given
+        models.insert(0, train.MODEL or start_folder(load_task(own) if own else train.task))
     if len(models) not in (1, 2):
         p.error("give one model, or two to compare.")
     kind = "training" if a.training else "held-out"
