@@ -103,6 +103,7 @@ DECIDES |= dict(SCALE_REWARDS="std", KL_ESTIMATOR="k3", TASKS_OWN=2.0)
 def test_a_run_is_not_resumed_with_another_control_loss_or_setting_of_the_task(toy_run, monkeypatch, tmp_path):
     """Its verdict goes by the last value: 30 shuffled steps and 10 paid ones once ended green."""
     monkeypatch.setitem(settings.SETTINGS, "TASKS_OWN", ("1.0", "a setting of the task", 1.0))
+    monkeypatch.setitem(settings.OWN, "TASKS_OWN", "1.0")
     toy_run(STEPS=1)
     left = toy.left_by(tmp_path / "out")
     for name, value in DECIDES.items():
