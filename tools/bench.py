@@ -149,7 +149,8 @@ def prepare(w, prompts, device, dtype):
             for row in batch.tokens.tolist():
                 detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
             advantages = torch.randn(batch.tokens.shape, generator=rng).to(device)
-            batch = batch._replace(advantages=advantages, kl_weights=torch.ones(len(advantages), device=device))
+            ones, kinds = torch.ones(len(advantages), device=device), torch.zeros(len(advantages), device=device)
+            batch = batch._replace(advantages=advantages, kl_weights=ones, kinds=kinds)
             train.update(model, reference, optimizers, [batch], most)
 
     return model, run
