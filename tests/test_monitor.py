@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,14 @@ def test_advice_names_the_cause():
         assert "no b answer earns anything" in advice(reward_max=0, reward=0, frac_zero_std=1.0)
         assert "b answers are cut off" in advice(hit_limit=0.3, frac_zero_std=0.6)
         assert ("b answers no longer end before their limit: lower LR" in advice(hit_limit=1.0)) == bool(past)
+
+
+def test_what_is_highest_in_one_kind_is_seen_also_where_it_is_not_a_number():
+    kinds = {"kl": 0.3, "a/kl": 0.1, "b/kl": 0.9, "b/kl/x": 5.0}
+    assert monitor.highest(kinds, "kl") == (0.9, "b")
+    value, kind = monitor.highest(kinds | {"a/kl": math.nan}, "kl")
+    assert math.isnan(value) and kind == "a"
+    assert math.isnan(monitor.highest({"kl": 0.3}, "kl")[0])
 
 
 def test_figures_have_gaps_where_there_is_no_value():

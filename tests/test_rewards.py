@@ -119,7 +119,7 @@ def advantages(toy_settings, kind, credit):
     task = {"policy": policy, "environment": environment}[kind]
     some = [text for of, text in spread() if of is task]
     some = [*some[:: max(1, len(some) // 20)], ""]
-    asked = Question(kind, "", None)
+    asked = Question("short", "", None)  # a kind of the toy task
     answers = [Answer(asked, t, range(1, len(t) + 1), False, task(t, hit_limit=i % 2 == 0)) for i, t in enumerate(some)]
     batch = Batch(*[None] * 2, torch.zeros(len(some), 1 + max(map(len, some))), *[None] * 3)
     toy_settings(CREDIT=credit, GROUP_SIZE=len(some))

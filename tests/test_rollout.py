@@ -125,7 +125,9 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     asked = [question._replace(stop=chr(stop), stop_after=stop_after) for question in asked]
     (batch, answers), *_ = sample(policy, asked, 8, limits, noise=noise)
     logprobs = train.forward(policy, batch, train.TEMPERATURE)[0].detach().requires_grad_()
-    batch = batch._replace(advantages=torch.ones_like(logprobs), old_logprobs=logprobs.detach())
+    batch = batch._replace(
+        advantages=torch.ones_like(logprobs), old_logprobs=logprobs.detach(), kinds=torch.zeros(len(logprobs))
+    )
     train.loss_and_sums(logprobs, batch, batch.completion_mask.sum(), train.KL_COEF)[0].backward()
     stopped = (plain.tokens == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T

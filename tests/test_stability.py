@@ -16,7 +16,7 @@ import rollout
 import toy
 import train
 from model import GPT
-from nanorook import parallel, settings
+from nanorook import monitor, parallel, settings
 from nanorook.run import STEP, Run
 from rollout import generate
 from rook.positions import Position
@@ -127,6 +127,39 @@ def test_a_broken_kind_is_not_hidden_by_the_others(toy_run, monkeypatch):
     readable = 50  # half of them
     row = toy_run(BATCH_POSITIONS=8, STEPS=1)[0]
     assert row["short/structure"] == 1 and 0.2 < row["long/structure"] < 0.8 and "structure" not in row
+
+
+def far_in_one_kind(monkeypatch):
+    """A reference that finds each token of long answers a little less likely, by 2 nats, than the policy."""
+    forward = train.forward
+
+    def changed(model, batch, temperature):
+        logprobs, entropy = forward(model, batch, temperature)
+        away = (batch.kinds == [*toy.LIMITS].index("long")) & (not model.wte.weight.requires_grad)
+        return logprobs - 2 * away[:, None], entropy
+
+    monkeypatch.setattr(train, "forward", changed)
+
+
+def test_the_kl_of_a_kind_is_not_hidden_by_the_others(toy_run, monkeypatch, capsys):
+    """The mean over all tokens was below the threshold where one kind of question was far above it."""
+    far_in_one_kind(monkeypatch)
+    monkeypatch.setattr(monitor, "check_start", lambda *_: "")
+    row = toy_run(STEPS=1, BATCH_POSITIONS=8, KL_DIVERGENCE_THRESHOLD=1.9)[0]
+    assert row["short/kl"] == 0 and row["long/kl"] == pytest.approx(2) and 0.5 < row["kl"] < 1.8
+    assert row["state"] == "red" and "far from the reference in long answers" in row["advice"]
+    assert "back to the last good state" in capsys.readouterr().out
+
+
+def test_the_first_kl_and_gap_of_a_kind_are_not_hidden_by_the_others():
+    healthy = {"kl": 0.0, "logprob_gap": 1e-4, "a/structure": 1.0}
+    healthy |= {f"{kind}/{name}": 0.0 for kind in "ab" for name in ("kl", "logprob_gap")}
+    assert not monitor.check_start(healthy, torch.float32, {})
+    for wrong in 2e-3, math.nan:
+        said = monitor.check_start(healthy | {"b/logprob_gap": wrong}, torch.float32, {})
+        assert said.startswith("sampling and training disagree by") and "of the b answers" in said
+        said = monitor.check_start(healthy | {"b/kl": wrong}, torch.float32, {})
+        assert said.startswith("KL to the reference is") and "in b answers" in said and "not the start model" in said
 
 
 # The function that has the bug, and what stands in its place

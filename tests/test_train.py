@@ -7,13 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import grpo
 import toy
 import train
 from model import GPT
-from nanorook import hardware, monitor, parallel
+from nanorook import hardware, monitor, parallel, settings
 from nanorook.run import STEP
 from nanorook.statistics import figure
 from nanorook.task import Grade
+from rollout import generate
+from tools import report
 from toy import ROOT, user_runs
 
 
@@ -91,6 +94,74 @@ def test_another_task_model_data_or_temperature_is_another_run(toy_run, toy_mode
     for name, value in dict(MODEL=tmp_path / "copy", DATA="other", TASK="examples/letters.py", TEMPERATURE=0.5).items():
         with pytest.raises(SystemExit, match=f"started with {name}=.*; use that again"):
             toy_run(STEPS=2, **{name: str(value)})
+
+
+DECIDES = dict(CONTROL="shuffle", CREDIT="answer", LOSS="grpo", BEST_OF=2, BEST_OF_SCHEDULE="linear")
+DECIDES |= dict(SCALE_REWARDS="std", KL_ESTIMATOR="k3", TASKS_OWN=2.0)
+
+
+def test_a_run_is_not_resumed_with_another_control_loss_or_setting_of_the_task(toy_run, monkeypatch, tmp_path):
+    """Its verdict goes by the last value: 30 shuffled steps and 10 paid ones once ended green."""
+    monkeypatch.setitem(settings.SETTINGS, "TASKS_OWN", ("1.0", "a setting of the task", 1.0))
+    monkeypatch.setitem(settings.OWN, "TASKS_OWN", "1.0")
+    toy_run(STEPS=1)
+    left = toy.left_by(tmp_path / "out")
+    for name, value in DECIDES.items():
+        was = settings.values()[name]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match=f"started with {name}={was}; use"):
+            patch.setitem(settings.SETTINGS, name, ("", "", value))
+            if hasattr(train, name):
+                patch.setattr(train, name, value)
+            toy_run(STEPS=2)
+    assert toy.left_by(tmp_path / "out") == left
+
+
+def test_every_setting_that_may_change_exists():
+    assert {*settings.MAY_CHANGE} < {name for name in settings.SETTINGS if hasattr(train, name)}
+
+
+def test_a_run_records_which_settings_were_changed_at_which_step(toy_run, tmp_path, monkeypatch):
+    def changes():
+        return json.loads((tmp_path / "out/run.json").read_text())["changes"]
+
+    toy_run(STEPS=1)
+    assert changes() == []
+    toy_run(STEPS=2, LR=0.01)
+    assert changes() == [[1, "STEPS", 1, 2], [1, "LR", 0.001, 0.01]]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # before it has saved a checkpoint
+        patch.setattr(train, "update", Mock(side_effect=KeyboardInterrupt))
+        toy_run(STEPS=3, LR=0.01)
+    toy_run(STEPS=3, LR=0.01)
+    assert changes() == [[1, "STEPS", 1, 2], [1, "LR", 0.001, 0.01], [2, "STEPS", 2, 3]]
+    page = report.write(tmp_path / "out").read_text()
+    told = "STEPS from 1 to 2 after step 1; LR from 0.001 to 0.01 after step 1; STEPS from 2 to 3 after step 2"
+    assert f"<dt>changed</dt><dd>{told}</dd>" in page
+
+
+class Halved(GPT):
+    """An architecture whose training forward is its own."""
+
+    def score(self, *args):
+        return super().score(*args) / 2
+
+
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_an_architecture_is_trained_with_its_own_score(wanted, toy_settings, monkeypatch):
+    """It is compiled once, for policy and reference alike."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda score, dynamic: compiled.append(score) or score)
+    toy_settings(COMPILE=wanted)
+    plain = toy.model()
+    policy = Halved(plain.config)
+    policy.load_state_dict(plain.state_dict())
+    policy.tokenizer = plain.tokenizer
+    batch = generate(policy, [[7, 8], [9]], 2, [5, 5], noise=torch.rand(4, 5))
+    states = policy.score(batch.prompts, batch.prompt_lengths, batch.tokens)
+    expected, _ = grpo.logprobs_and_entropy(states, batch.tokens, 1.0, policy.head, policy.config.vocab_size)
+    found = [train.forward(model, batch, 1.0)[0] for model in (policy, train.make_reference(policy), plain)]
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(found[0], found[1]) and (found[0] - found[2]).abs().max() > 0.1
+    assert compiled == [Halved.score, GPT.score] * (wanted == "1")
 
 
 def test_without_a_kl_no_reference_is_loaded(toy_run, monkeypatch):
