@@ -301,11 +301,9 @@ class GPT(nn.Module):
         content = files.read_json(file)
         del defaults["extra"]
         values = {name: content.get(name, default) for name, default in defaults.items()}
-        for name, value in values.items():
-            least = 0 if name in ("eos_token_id", "layer_norm_epsilon") else 1
-            most = 2**10 if name == "n_layer" else 2**24  # all layers are created before a missing tensor is noticed
-            if type(value) is not type(defaults[name]) or not least <= value < most:
-                fail(f"{file}: {name} is {value!r}, which no GPT-2 has.")
+        bounds = dict.fromkeys(("vocab_size", "n_positions", "n_embd"), files.SIZE)
+        bounds |= {"n_layer": files.LAYERS, "n_head": files.HEADS, "layer_norm_epsilon": files.SMALL}
+        files.check_numbers(file, values, bounds | {"eos_token_id": (int, 0, 2**24)})
         supported = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
         supported |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
         files.check_supported(file, content, supported | {"n_inner": (None, 4 * values["n_embd"])})

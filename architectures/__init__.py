@@ -21,7 +21,7 @@ CLASSES = {
 
 def class_of(folder):
     name = read_json(folder / "config.json").get("model_type", "gpt2")
-    if name not in CLASSES:
+    if not isinstance(name, str) or name not in CLASSES:
         fail(f"{folder}/config.json: model_type is {name!r}, but only {', '.join(CLASSES)} are known; add a file and a "
              "line of your own to architectures/.")  # fmt: skip
     return CLASSES[name]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model import GPT, Linear
-from nanorook.folder import check_supported, read_json
+from nanorook.folder import HEADS, LAYERS, SIZE, SMALL, check_numbers, check_supported, read_json
 from nanorook.settings import fail
 
 
@@ -105,34 +105,56 @@ class Llama(GPT):
     def read_config(folder):
         content = read_json(file := folder / "config.json")
         rope = content.get("rope_parameters") or content.get("rope_scaling") or {}  # transformers 5, or before
+        layers = content.get("layer_types") or []
+        if not isinstance(rope, dict) or not isinstance(layers, list):
+            fail(f"{file}: rope_parameters (or rope_scaling) has to be an object, and layer_types a list.")
         rope = {"rope_theta": content.get("rope_theta", 10000.0), "rope_type": rope.get("type", "default")} | rope
-        layers = max({*content.get("layer_types", ())} - {"full_attention"}, default="full_attention")
         only = {"hidden_act": ("silu",), "mlp_bias": (False,), "use_sliding_window": (False,)}
         only |= {"quantization_config": (None,), "rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
-        check_supported(file, content | rope | {"layer_types": layers}, only | {"layer_types": ("full_attention",)})
-        kind, bias = content["model_type"], content.get("attention_bias", False)
-        try:
-            frequencies(rope, 2, "cpu")  # nothing that it needs is missing
-            return SimpleNamespace(
-                vocab_size=content["vocab_size"],
-                n_positions=content["max_position_embeddings"],
-                n_embd=content["hidden_size"],
-                n_layer=content["num_hidden_layers"],
-                n_head=content["num_attention_heads"],
-                n_kv_head=content["num_key_value_heads"],
-                head_dim=content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"],
-                n_inner=content["intermediate_size"],
-                epsilon=content["rms_norm_eps"],
-                rope=rope,
-                qkv_bias=bias or kind == "qwen2",
-                o_bias=bias,
-                qk_norm=kind == "qwen3",
-                tied=content.get("tie_word_embeddings", False),
-                eos_token_id=content.get("eos_token_id"),
-                extra=content,  # all of it, for the task and for save()
-            )
-        except KeyError as error:
-            fail(f"{file}: {error} is missing.")
+        check_supported(file, content | rope, only)
+        for layer in layers:
+            check_supported(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
+
+        content = {"attention_bias": False, "tie_word_embeddings": False} | content
+        kind, bias, head_dim = content["model_type"], content["attention_bias"], content.get("head_dim")
+        sizes = "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"
+        bounds = dict.fromkeys(sizes, SIZE) | {"num_hidden_layers": LAYERS, "rms_norm_eps": SMALL}
+        bounds |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS)
+        bounds |= dict.fromkeys(("attention_bias", "tie_word_embeddings"), (bool, 0, 1))
+        check_numbers(file, content, bounds | ({} if head_dim is None else {"head_dim": HEADS}))
+        bounds = {"rope_theta": (float, 1, 1e12)}
+        if rope["rope_type"] == "llama3":
+            bounds |= {"factor": (float, 1, 1e6), "low_freq_factor": (float, 0, 1e6)}
+            bounds |= {"high_freq_factor": (float, 0, 1e6), "original_max_position_embeddings": SIZE}
+        check_numbers(file, rope, bounds)
+        if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            fail(f"{file}: high_freq_factor has to be larger than low_freq_factor.")
+
+        width, heads, kv_heads = (content[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        if head_dim is None and width % heads:
+            fail(f"{file}: hidden_size {width} is not a multiple of num_attention_heads {heads}.")
+        head_dim = head_dim or width // heads
+        if heads % kv_heads or head_dim % 2:
+            fail(f"{file}: num_attention_heads {heads} has to be a multiple of num_key_value_heads {kv_heads}, and the "
+                 f"size of a head, {head_dim}, an even number.")  # fmt: skip
+        return SimpleNamespace(
+            vocab_size=content["vocab_size"],
+            n_positions=content["max_position_embeddings"],
+            n_embd=width,
+            n_layer=content["num_hidden_layers"],
+            n_head=heads,
+            n_kv_head=kv_heads,
+            head_dim=head_dim,
+            n_inner=content["intermediate_size"],
+            epsilon=content["rms_norm_eps"],
+            rope=rope,
+            qkv_bias=bias or kind == "qwen2",
+            o_bias=bias,
+            qk_norm=kind == "qwen3",
+            tied=content["tie_word_embeddings"],
+            eos_token_id=content.get("eos_token_id"),
+            extra=content,  # all of it, for the task and for save()
+        )
 
     def write_config(self):
         return {name: value for name, value in self.config.extra.items() if name != "dtype"}

@@ -62,7 +62,7 @@ def grade(question, text, hit_limit=False):
     """The answer is the last number, whatever is said before it; each right digit of it pays, from the last one on. A
     little is for writing the sum down, and more for writing nothing else."""
     a, b = question.truth
-    written = re.search(equation := rf"{a} \+ {b} = \d+", text) is not None
+    written = re.search(equation := rf"{a} \+ {b} = [0-9]+", text) is not None
     alone = re.fullmatch(rf"{equation}\.?", text) is not None and not hit_limit
     numbers = list(re.finditer(r"[0-9]+", text))
     number, span = (numbers[-1][0], [numbers[-1].span()]) if numbers else ("", [])

@@ -8,17 +8,22 @@ from datetime import datetime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanorook.settings import fail
-from nanorook.tokenizer import Special
+from nanorook.tokenizer import Special, token_name
 
 
 def chat_template(config):
     """The chat template of the model's folder, or None."""
     files = config.tokenizer.files
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    found = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
-    if isinstance(found, list):  # several, each with a name
-        found = {one["name"]: one["template"] for one in found}.get("default")
+    try:
+        if "chat_template.jinja" in files:
+            return files["chat_template.jinja"].decode()
+        found = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+        if isinstance(found, list):  # several, each with a name
+            found = {one["name"]: one["template"] for one in found}.get("default")
+        if not isinstance(found, str | None):
+            raise TypeError(f"{found!r:.60} is not a text")
+    except (ValueError, LookupError, TypeError) as error:
+        fail(f"the chat template in the model's folder cannot be read: {type(error).__name__}: {error}")
     return found
 
 
@@ -30,27 +35,28 @@ def chat(config, messages, **options):
     settings = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
     if not (template := chat_template(config)):
         fail("the model's folder has no chat template; choose an instruction-tuned model, or write the prompt as text.")
-    names = {n: v["content"] if isinstance(v, dict) else v for n, v in settings.items() if v and n.endswith("_token")}
-    options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
     special = sorted(tokenizer.special, key=len, reverse=True)
     pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
-    # A special token's name in a message is rendered as its number between two marks. Unicode reserves these characters
-    # for internal use, and the mark is one of them that no message contains.
-    texts = "".join(str(text) for message in messages for text in message.values())
-    mark = next(c for c in map(chr, range(0xFDD0, 0xFDF0)) if c not in texts)
+    # A special token's name in a message is rendered as one character of Unicode's last planes, which are for private
+    # use, from a block that no message contains. So no template can take a name apart or mistake it for its own.
+    texts = {*"".join(str(text) for message in messages for text in message.values())}
+    blocks = range(0xF0000, 0x10FFFE - len(special), len(special) or 1)
+    first = next(start for start in blocks if texts.isdisjoint(map(chr, range(start, start + len(special)))))
+    hidden_names = {name: chr(first + i) for i, name in enumerate(special)}
+    shown_names = str.maketrans({character: name for name, character in hidden_names.items()})
 
     def hide(text):
-        return pattern.sub(lambda found: f"{mark}{special.index(found[0])}{mark}", text)
-
-    def restore(text):
-        return re.sub(f"{mark}([0-9]+){mark}", lambda found: special[int(found[1])], text)
+        return pattern.sub(lambda found: hidden_names[found[0]], text)
 
     try:
+        names = {n: token_name(v) for n, v in settings.items() if v and n.endswith("_token") and n[:4] != "add_"}
+        options = {"tools": None, "documents": None, "add_generation_prompt": True, **names, **options}
         hidden = [{name: hide(text) for name, text in message.items()} for message in messages]
         pieces = pattern.split(compiled(template).render(messages=hidden, **options))
     except Exception as error:  # whatever a template raises
         fail(f"the model's chat template fails: {type(error).__name__}: {error}")
-    return tuple(Special(piece) if piece in tokenizer.special else restore(piece) for piece in pieces if piece)
+    pieces = [piece for piece in pieces if piece]
+    return tuple(Special(p) if p in tokenizer.special else p.translate(shown_names) for p in pieces)
 
 
 @functools.cache

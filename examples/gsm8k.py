@@ -10,6 +10,7 @@ both files are downloaded once.
 
 import gzip
 import json
+import math
 import re
 import urllib.request
 import zlib
@@ -34,8 +35,9 @@ DOWNLOADED = ROOT / "runs" / "gsm8k-data"
 ASKED = 'Let\'s think step by step. End with a line that has "####" and then the final answer, a number alone.'
 
 WEIGHTS = {"form": 0.1, "number": 0.1, "right": 0.8}
-# As people write numbers: 70000, $70,000, -2.50, 7/2, 18. (the lengths are bounded as int() refuses very long texts).
-NUMBER = re.compile(r"(-\$?|\$?-?)(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})(\.\d{1,15})?(?:/(\d{1,15}))?\.?", re.ASCII)
+# As people write numbers: 70000, $70,000, -2.50, .5, 7/2, 18. (lengths are bounded, as int() refuses very long texts).
+WHOLE = r"\d{1,3}(?:,\d{3}){1,5}|\d{1,15}"
+NUMBER = re.compile(rf"(-\$?|\$?-?)((?:{WHOLE})(?:\.\d{{1,15}})?|\.\d{{1,15}})(?:/(\d{{1,15}}))?\.?", re.ASCII)
 
 
 def start_model():
@@ -95,23 +97,29 @@ def ask(question, answer, config):
 
 
 def number_in(text):
-    """The number that a text consists of, or None."""
+    """The number that a text consists of, or None. 7/2 is one, but 36/2 is still to be worked out."""
     if not (found := NUMBER.fullmatch(text)):
         return None
-    sign, whole, decimals, divisor = found.groups()
-    if divisor and not int(divisor):
+    sign, digits, divisor = found.groups()
+    number = Fraction(f"{'-' * ('-' in sign)}{digits.replace(',', '')}")
+    if divisor is None:
+        return number
+    if number.denominator > 1 or int(divisor) < 2 or math.gcd(number.numerator, int(divisor)) > 1:
         return None
-    return Fraction(f"{'-' * ('-' in sign)}{whole.replace(',', '')}{decimals or ''}") / int(divisor or 1)
+    return number / int(divisor)
 
 
 def grade(question, text, hit_limit=False):
     """The rungs: a last line with ####, a number on it, the right one. Working is not judged, as nobody can tell which
-    step of a text is wrong; so the right number pays for all of the words, and the number's form only for its own."""
-    last = re.search(r"####([^\n#]*)\s*\Z", text)
-    number = number_in(last[1].strip()) if last else None
-    right = number is not None and number == number_in(question.truth)
-    span = [(last.start(), len(text))] if last else []
-    pieces = [("form", WEIGHTS["form"] * bool(last)), ("number", WEIGHTS["number"] * (number is not None), *span)]
+    step of a text is wrong; so the right number pays for all of the words, and the number's form only for its own. A
+    number at which the limit cut the answer off is not right: 1 may be the beginning of 18."""
+    before, mark, last = text.rstrip().rpartition("####")
+    has_form = bool(mark) and not {"\n", "#"} & {*last}
+    number = number_in(last.strip()) if has_form else None
+    complete = not hit_limit or text != text.rstrip()
+    right = number is not None and complete and number == number_in(question.truth)
+    span = [(len(before), len(text))] if has_form else []
+    pieces = [("form", WEIGHTS["form"] * has_form), ("number", WEIGHTS["number"] * (number is not None), *span)]
     pieces += [("right", WEIGHTS["right"] * right)]
     if hit_limit:
         pieces.append(runaway(pieces))

@@ -176,13 +176,48 @@ let rec value e =
     block
   | _ -> failwith "this is not an argument"
 
+(* Whether an argument that the task wrote has the type that its signature gives it. *)
+let rec fits t e =
+  match t.ptyp_desc, e.pexp_desc with
+  | (Ptyp_any | Ptyp_var _), _
+  | Ptyp_constr ({ txt = Lident "int"; _ }, []), Pexp_constant (Pconst_integer _)
+  | Ptyp_constr ({ txt = Lident "float"; _ }, []), Pexp_constant (Pconst_float _)
+  | Ptyp_constr ({ txt = Lident "string"; _ }, []), Pexp_constant (Pconst_string _)
+  | Ptyp_constr ({ txt = Lident "bool"; _ }, []), Pexp_construct ({ txt = Lident ("true" | "false"); _ }, None)
+  | Ptyp_constr ({ txt = Lident "unit"; _ }, []), Pexp_construct ({ txt = Lident "()"; _ }, None)
+  | Ptyp_constr ({ txt = Lident "list"; _ }, [ _ ]), Pexp_construct ({ txt = Lident "[]"; _ }, None) -> true
+  | Ptyp_constr ({ txt = Lident "list"; _ }, [ of_one ]), Pexp_construct (_, Some { pexp_desc = Pexp_tuple [ x; rest ]; _ }) ->
+    fits of_one x && fits t rest
+  | Ptyp_tuple ts, Pexp_tuple es -> List.length ts = List.length es && List.for_all2 fits ts es
+  | _ -> false
+
+(* The elements of a list that the task wrote. *)
+let rec elements e =
+  match e.pexp_desc with
+  | Pexp_construct ({ txt = Lident "::"; _ }, Some { pexp_desc = Pexp_tuple [ x; rest ]; _ }) -> x :: elements rest
+  | Pexp_construct ({ txt = Lident "[]"; _ }, None) -> []
+  | _ -> failwith "this is not a list"
+
+let rec fit t arguments =
+  match t.ptyp_desc, arguments with
+  | Ptyp_arrow (_, of_one, t), x :: rest -> fits of_one x && fit t rest
+  | Ptyp_arrow _, [] | _, _ :: _ -> false
+  | _, [] -> true
+
+(* As Python's json reads it. *)
+let show_float x =
+  if x <> x then "NaN"
+  else if x = infinity then "Infinity"
+  else if x = neg_infinity then "-Infinity"
+  else Printf.sprintf "%.17g" x
+
 (* A result as JSON. *)
 let rec show t v =
   let together shown = "[" ^ String.concat "," shown ^ "]" in
   match t.ptyp_desc with
   | Ptyp_constr ({ txt = Lident "int"; _ }, []) -> string_of_int (Obj.obj v)
   | Ptyp_constr ({ txt = Lident "bool"; _ }, []) -> string_of_bool (Obj.obj v)
-  | Ptyp_constr ({ txt = Lident "float"; _ }, []) -> Printf.sprintf "%.17g" (Obj.obj v)
+  | Ptyp_constr ({ txt = Lident "float"; _ }, []) -> show_float (Obj.obj v)
   | Ptyp_constr ({ txt = Lident "string"; _ }, []) ->
     let shown = Buffer.create 80 in
     let add = function
@@ -201,23 +236,27 @@ let rec call t f arguments =
   | Ptyp_arrow (_, _, t), x :: rest -> call t ((Obj.obj f : Obj.t -> Obj.t) x) rest
   | _ -> failwith "there are more arguments than the function takes"
 
-(* Prints how far the program came: "type" if its definitions fail, otherwise "run", and then the results. "run" is
-   printed before the calls, which may never end. *)
+(* The name and the type in a signature, which has been made a definition. *)
+let name_and_type = function
+  | [ { pstr_desc = Pstr_value (_, [ { pvb_pat = { ppat_desc = Ppat_constraint (
+      { ppat_desc = Ppat_var f; _ }, { ptyp_desc = Ptyp_poly (_, t); _ }); _ }; _ } ]); _ } ] -> f.txt, t
+  | _ -> failwith "a signature is a name with its type"
+
+(* Prints how far the program came: "calls" if those of the task do not fit its signature, "type" if its definitions
+   fail, otherwise "run", and then the results. "run" is printed before the calls, which may never end. *)
 let judge scope items signature calls =
-  let last = definitions signature in
-  match execute scope (Ptop_def (items @ last)) with
-  | exception _ -> print_string "type"
-  | _ ->
-    print_endline "run";
-    let f, t =
-      match last with
-      | [ { pstr_desc = Pstr_value (_, [ { pvb_pat = { ppat_desc = Ppat_constraint (
-          { ppat_desc = Ppat_var f; _ }, { ptyp_desc = Ptyp_poly (_, t); _ }); _ }; _ } ]); _ } ] -> f.txt, t
-      | _ -> failwith signature
-    in
-    let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
-    let results = "[" ^ String.concat "," (List.map result (Obj.obj (value (lone_expression calls)))) ^ "]" in
-    if String.length results < 60000 then print_endline results (* else it would wait for room in its pipe *)
+  let last = definitions signature and calls = lone_expression calls in
+  let f, t = name_and_type last in
+  match List.find_opt (fun call -> not (fit t (elements call))) (elements calls) with
+  | Some call -> Format.printf "calls@.%a" Pprintast.expression call
+  | None ->
+    match execute scope (Ptop_def (items @ last)) with
+    | exception _ -> print_string "type"
+    | _ ->
+      print_endline "run";
+      let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
+      let results = "[" ^ String.concat "," (List.map result (Obj.obj (value calls))) ^ "]" in
+      if String.length results < 60000 then print_endline results (* else it would wait for room in its pipe *)
 
 let written = Bytes.create 65536 (* what a pipe holds, and so the most that a process may write *)
 

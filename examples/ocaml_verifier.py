@@ -74,6 +74,31 @@ def judge(program, signature, calls):
     """The Verdict on a program, which has to define the function that signature names with its type, "f : int -> int".
 
     calls has the arguments of each call, as in ocaml([[3], [4]])."""
+    check_calls(signature, calls)
+    answer = ask_twice(program, signature, calls)
+    stage, _, shown = answer.partition(b"\n")
+    try:
+        results = json.loads(shown.decode(errors="replace")) if stage == b"run" else []
+    except (ValueError, RecursionError):
+        results = None
+    ran_away = stage not in (b"syntax", b"type", b"run") or not isinstance(results, list)
+    return Verdict(stage in (b"type", b"run"), stage == b"run", ran_away, () if ran_away else tuple(results))
+
+
+@cache
+def check_calls(signature, calls):
+    """Says what the author of a task did wrong, as a number of the wrong type would be read as an address, for example.
+    There is no program in this request, so none can pretend that the task is wrong."""
+    stage, _, call = ask_twice("", signature, calls).partition(b"\n")
+    if stage == b"calls":
+        shown = " ".join(call.decode(errors="replace").split())
+        fail(f"the task calls {signature} with the arguments {shown}, which are not of these types.")
+    if stage not in (b"type", b"run"):  # "run" if the name is one of the prelude's
+        fail(f"the task's signature {signature!r} or its calls {calls!r:.80} are not OCaml, as judge() needs them.")
+
+
+def ask_twice(program, signature, calls):
+    """What became of a program, if need be asked of a new process."""
     definition = f"let {signature} = {signature.partition(':')[0]}"  # comes last, so that the type is not the program's
     parts = [part.encode(errors="replace") for part in (program, definition, calls)]
     request = ";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts)
@@ -82,13 +107,7 @@ def judge(program, signature, calls):
         answer = ask(request)  # of a new process
     if answer is None:
         fail("OCaml, which judges the answers of this task, died twice; is there memory left? Run the command again.")
-    stage, _, shown = answer.partition(b"\n")
-    try:
-        results = json.loads(shown.decode(errors="replace")) if stage == b"run" else []
-    except (ValueError, RecursionError):
-        results = None
-    ran_away = stage not in (b"syntax", b"type", b"run") or not isinstance(results, list)
-    return Verdict(stage in (b"type", b"run"), stage == b"run", ran_away, () if ran_away else tuple(results))
+    return answer
 
 
 def ocaml(value):

@@ -72,7 +72,8 @@ def tell(sentence, name, other, city, other_city, age):
 
 
 def grade(question, text, hit_limit=False):
-    """A fifth each for JSON and nothing else, for the three keys, and for each right value, in a fence or not."""
+    """A fifth each for JSON and nothing else, for the three keys, and for each right value, in a fence or not. A number
+    at which the limit cut the answer off is not right: 3 may be the beginning of 31."""
     try:
         record = json.loads(text, object_pairs_hook=tuple)  # so that no key is lost, not even one that comes twice
     except (ValueError, RecursionError):
@@ -81,8 +82,10 @@ def grade(question, text, hit_limit=False):
     keys = is_json and sorted(key for key, _ in record) == sorted(question.truth)  # in any order
     pieces = [("json", 0.2 * is_json), ("keys", 0.2 * keys)]
     for key, value in question.truth.items():
-        found = re.search(rf'"{key}"\s*:\s*("[^"]*"|\d+)(?=\s*[,}}]|\s*$)', text)
+        found = re.search(rf'"{key}"\s*:\s*("[^"]*"|[0-9]+)(?=\s*[,}}]|\s*$)', text)
         right = found is not None and found[1] == json.dumps(value) and (not is_json or (key, value) in record)
+        if hit_limit and right and isinstance(value, int):
+            right = found.end() < len(text)
         pieces.append((key, 0.2 * right, *([found.span(1)] if found else [])))
     right = keys and all(value for _, value, *_ in pieces)
     if hit_limit:

@@ -14,6 +14,10 @@ from safetensors.torch import load_file
 from nanorook.settings import fail
 from nanorook.tokenizer import TOKENIZER_FILES
 
+# The bounds of numbers in config.json, for check_numbers(). All layers are created before a missing tensor is noticed, so
+# their number must not take all of the memory.
+SIZE, LAYERS, HEADS, SMALL = (int, 1, 2**24), (int, 1, 2**10), (int, 1, 2**12), (float, 0, 1)
+
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # what is downloaded from the hub
 
@@ -41,10 +45,10 @@ def read_weights(folder):
     index, files, weights = folder / "model.safetensors.index.json", ["model.safetensors"], {}
     try:
         if index.exists() and not (folder / files[0]).exists():
-            files = sorted({*json.loads(index.read_text())["weight_map"].values()})
+            files = sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
     except Exception as error:  # damage may show anywhere
         fail(f"{index}: damaged, or not an index of weights: {type(error).__name__} {error}")
-    for file in (folder / Path(name).name for name in files):
+    for file in (folder / name for name in files):
         try:
             weights |= load_file(file)
         except FileNotFoundError:
@@ -76,6 +80,19 @@ def check_supported(file, content, supported):
         value = content.get(name, allowed[0])
         if value not in allowed:
             fail(f"{file}: {name} is {value!r}, but only {' or '.join(map(repr, allowed))} is supported.")
+
+
+def check_numbers(file, content, bounds):
+    """`bounds`: {entry of config.json: (its type, the least and the largest value)}. No entry may be missing."""
+    kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+    for name, (kind, least, most) in bounds.items():
+        if name not in content:
+            fail(f"{file}: {name!r} is missing.")
+        value = content[name]
+        right_type = type(value) is kind or kind is float and type(value) is int  # JSON has 10000 for 10000.0
+        if not right_type or not least <= value <= most:
+            between = f" from {least} to {most}" if kind is not bool else ""
+            fail(f"{file}: {name} is {value!r:.80}, but it has to be {kinds[kind]}{between}.")
 
 
 def write(path, files):

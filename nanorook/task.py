@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nanorook import parallel
 from nanorook.settings import ROOT, fail
-from nanorook.tokenizer import Special
+from nanorook.tokenizer import WHITE_SPACE, Special
 
 # Metrics that each kind of question has anyway
 TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit", "kl", "logprob_gap"
@@ -80,9 +80,23 @@ def prompt_text(prompt):
 
 
 def prompt_ids(prompt, tokenizer):
-    """A prompt's token ids. Only a Special piece becomes a special token, whatever the texts contain."""
-    pieces = [prompt] if isinstance(prompt, str) else prompt
-    return [i for p in pieces for i in ([tokenizer.special_id(p)] if isinstance(p, Special) else tokenizer.encode(p))]
+    """A prompt's token ids, as transformers makes them. Only a Special piece becomes a special token, whatever the texts
+    contain. A plain text gets the tokens that the tokenizer puts before each text; a prompt in pieces does not, as a
+    chat template writes its own."""
+    if not isinstance(prompt, tuple | list | Special):
+        return [*tokenizer.beginning, *tokenizer.encode(prompt)]
+    pieces = [prompt] if isinstance(prompt, Special) else [*prompt]
+    ids = []
+    for before, piece, after in zip(["", *pieces], pieces, [*pieces[1:], ""]):
+        if isinstance(piece, Special):
+            ids.append(tokenizer.special_id(piece))
+            continue
+        if isinstance(before, Special) and before in tokenizer.rstrip:
+            piece = piece.lstrip(WHITE_SPACE)
+        if isinstance(after, Special) and after in tokenizer.lstrip:
+            piece = piece.rstrip(WHITE_SPACE)
+        ids += tokenizer.encode(piece)
+    return ids
 
 
 def load_task(file) -> Task:
@@ -186,6 +200,11 @@ def check_questions(task, questions):
         if not (texts and any(pieces) and isinstance(stop_after, int)):
             fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, stop_after "
                  "a whole number, and prompt a string or a tuple of strings that is not empty.")  # fmt: skip
+        try:
+            "".join([kind, *pieces, stop]).encode()
+        except UnicodeEncodeError:
+            fail(f"the task returned {question!r:.80}: it contains half of a character (a lone surrogate), which is no "
+                 "text; remove it.")  # fmt: skip
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions

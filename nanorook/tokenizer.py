@@ -14,6 +14,7 @@ TOKENIZER_FILES += "added_tokens.json chat_template.jinja generation_config.json
 END = "<|endoftext|>"
 # GPT-2 splits a text into words before it merges, so that no token spans two of them (Radford et al., 2019).
 GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+WHITE_SPACE = "".join(regex.findall(r"\p{White_Space}", "".join(map(chr, range(0x3001)))))  # all that Unicode has
 
 
 class Special(str):
@@ -30,11 +31,14 @@ def byte_names():
 class Tokenizer:
     """Text to token ids and back. Encoding a text never produces a special token."""
 
-    def __init__(self, ranks, special, ends, splits, normal_form=None, files=None):
+    def __init__(self, ranks, special, ends, splits, normal_form=None, files=None, beginning=(), lstrip=(), rstrip=()):
         """`ranks` maps each token's bytes to its id; lower ids merge first. `special` maps the names of all other
         tokens to theirs. `ends` are the ids that end an answer. `splits` are patterns that split a text one after
-        another, before merging. `files` (name -> bytes) are those that it was read from, to be saved unchanged."""
+        another, before merging. `files` (name -> bytes) are those that it was read from, to be saved unchanged.
+        `beginning` are the ids that come before a prompt of plain text. `lstrip` and `rstrip` name the special tokens
+        that take the white space on their left and on their right, as part of them."""
         self.special, self.ends, self.normal_form = special, ends, normal_form
+        self.beginning, self.lstrip, self.rstrip = beginning, lstrip, rstrip
         self.token_bytes = {i: token for token, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
         self.vocab_size = max(self.token_bytes) + 1
         *first, last = splits or [r"[\s\S]+"]
@@ -69,6 +73,7 @@ class Tokenizer:
         try:
             files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
             config = (folder / "config.json").read_bytes() if (folder / "config.json").exists() else b"{}"
+            settings = json.loads(files.get("tokenizer_config.json", b"{}"))
             if not {"tokenizer.json", "vocab.json"} & files.keys():
                 if json.loads(config).get("model_type", "gpt2") not in ("gpt2", "nanorook"):
                     raise ValueError("there is neither a tokenizer.json nor a vocab.json")
@@ -87,14 +92,17 @@ class Tokenizer:
             byte = {name: b for b, name in byte_names().items() if name in vocab}
             ranks = {bytes(byte[c] for c in token): vocab[token] for token in {*byte, *merged}}
             special = {END: vocab[END]} if END in vocab else {}
-            special |= {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+            added = content.get("added_tokens") or []
+            special |= {token["content"]: token["id"] for token in added}
+            added = {token["content"]: token for token in (*added, *settings.get("added_tokens_decoder", {}).values())}
+            lstrip, rstrip = ({name for name in added if added[name].get(side)} for side in ("lstrip", "rstrip"))
             known, ids = {*special.values(), *ranks.values()}, [vocab[token] for token in merged]
             if len(known) < len(special) + len(ranks):
                 raise ValueError("each token needs an id of its own")
             if ids != sorted(ids):
                 raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
             ends = find_ends(files, config, special)
-            if not ends or not known.issuperset(ends):
+            if not ends or any(type(end) is not int for end in ends) or not known.issuperset(ends):
                 raise ValueError(f"eos_token_id is {ends}, but not all of these are ids of its tokens")
             joined = (token for token in ranks if len(token) > 1 and not {*b"0123456789"}.isdisjoint(token))
             if len(ranks) > 5000 and all(regex.fullmatch(p, "11") for p in splits) and not any(joined):
@@ -105,7 +113,12 @@ class Tokenizer:
                 content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
                 splits = read_splits(content["pre_tokenizer"])
                 files["tokenizer.json"] = json.dumps(content, ensure_ascii=False).encode()
-            return cls(ranks, special, ends, splits, normal_form, files)
+            beginning = find_beginning(content.get("post_processor"))
+            if "tokenizer.json" not in files and settings.get("add_bos_token"):  # elsewhere transformers ignores it
+                beginning = (special[token_name(settings.get("bos_token") or END)],)
+            if not known.issuperset(beginning):
+                raise ValueError(f"its post_processor adds {beginning}, but not all of these are ids of its tokens")
+            return cls(ranks, special, ends, splits, normal_form, files, beginning, lstrip, rstrip)
         except Exception as error:  # a damaged file may fail anywhere
             fail(f"{folder}: expected a byte-level BPE such as GPT-2's or Qwen's; {type(error).__name__}: {error}")
 
@@ -149,11 +162,36 @@ def find_ends(files, config, special):
     for content in (files.get("generation_config.json", b"{}"), config):
         if (ids := json.loads(content).get("eos_token_id")) is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
-    name = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token") or END
-    name = name["content"] if isinstance(name, dict) else name
+    name = token_name(json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token") or END)
     if name not in special:
         raise ValueError(f"no eos_token_id is given, and there is no token {name}")
     return (special[name],)
+
+
+def token_name(token):
+    """The name of a token in tokenizer_config.json, which may be written with its properties."""
+    name = token["content"] if isinstance(token, dict) else token
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r:.60} in tokenizer_config.json is not the name of a token")
+    return name
+
+
+def find_beginning(post_processor):
+    """The ids that a post_processor puts before a text. What it puts after one is left out: an answer follows there."""
+    match post_processor:
+        case None | {"type": "ByteLevel"}:
+            return ()
+        case {"type": "TemplateProcessing", "single": parts, "special_tokens": special}:
+            names = [part["SpecialToken"]["id"] if "SpecialToken" in part else None for part in parts]
+            before = names[: names.index(None)]  # where the text stands
+            return tuple(i for name in before for i in special[name]["ids"])
+        case {"type": "RobertaProcessing" | "BertProcessing", "cls": [_, int(i)]}:
+            return (i,)
+        case {"type": "Sequence", "processors": parts}:
+            found = [part for part in parts if part["type"] != "ByteLevel"]
+            if len(found) < 2:
+                return find_beginning(found[0] if found else None)
+    raise ValueError(f"its post_processor {json.dumps(post_processor):.60} is not supported")
 
 
 def tokenizer_files(ranks, eos, words):

@@ -36,7 +36,7 @@ def questions_about(task, text, data, seed, config):
     _, held_out = task_file.load_items(task, data, config)
     count = min(HELD_OUT, len(held_out)) or fail(f"DATA={data} has no held-out items; provide more.")
     own = task_file.draw_questions(task, held_out, count, random.Random(seed), config)
-    return [own[0]._replace(prompt=text, truth=None)] if text else own
+    return task_file.check_questions(task, [own[0]._replace(prompt=text, truth=None)]) if text else own
 
 
 def ask(model, task, question, known, temperature, count):

@@ -115,7 +115,7 @@ def read_puzzles(path, most):
                 lines = [p for p in load(path) if is_sound(p)]
                 best = [(p, [uci for uci, cp in p.moves if cp == p.moves[0][1]]) for p in lines if p.moves]
                 found = {POLICY: [Puzzle(*p) for p in best], ENVIRONMENT: [Puzzle(p) for p in lines if p.asked]}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         fail(f"{path} cannot be read as puzzles: {type(error).__name__}, {error}.")
     found = {row: puzzles for row, puzzles in found.items() if puzzles}
     return found or fail(f"{path} has no puzzle: expected BIG-bench's checkmate_in_one/task.json, Lichess's CSV of "

@@ -48,6 +48,7 @@ TOKENIZERS = {
     "rookworld": Tokenizer.gpt2,
 }
 SHAPE = "format", "tokenizer", "layers", "width", "heads", "positions"  # what --init decides
+POSITIONS = 288  # which the longest texts may need
 SKILL = "policy legal", "policy candidates_legal", "policy top5", "policy best", "environment next_state"
 
 
@@ -68,7 +69,7 @@ def arguments():
     p.add_argument("--layers", type=count, default=6, help="12 for GPT-2 124M")
     p.add_argument("--width", type=count, default=256, help="768 for GPT-2 124M")
     p.add_argument("--heads", type=count, default=8, help="12 for GPT-2 124M")
-    p.add_argument("--positions", type=number(int, 288), default=320, help="most tokens in a text; 1024 for GPT-2 124M")
+    p.add_argument("--positions", type=number(int, POSITIONS), default=320, help="most tokens in a text; 1024 for GPT-2 124M")
     p.add_argument("--steps", type=count, default=32000, help="number of steps, from the beginning of the run")
     p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
     p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="steps until L: texts have faded")
@@ -269,6 +270,10 @@ def main():
     if type(model) is not GPT:
         fail(f"--init: {args.init} is not a GPT-2, which is all that this program can train; name another model.")
     tokenizer, n_positions, text_format = model.tokenizer, model.config.n_positions, rewards.chess_format(model.config)
+    if tokenizer.beginning:
+        fail("the tokenizer puts a token before each text, which this program does not; take GPT-2's tokenizer.")
+    if n_positions < POSITIONS:
+        fail(f"--init: {args.init} has {n_positions} positions, but a text may need {POSITIONS}; name another model.")
     labelled = [p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p)]
     labelled, held_out = positions.split(labelled)
     if not labelled or not held_out:

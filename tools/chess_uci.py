@@ -15,6 +15,7 @@ import torch
 
 import architectures
 from nanorook import hardware
+from nanorook.task import prompt_ids
 from rewards import LIMITS, Question, chess_format, policy_prompt, start_model
 from rollout import pad_prompts, sample
 from tools.chess_texts import policy_completion
@@ -61,14 +62,14 @@ def read_position(words):
 def before_the_move(model, board):
     """The tokens after which the model names its move. That is its first candidate, which is its best one. RookWorld's
     lists are in random order, so in that format the model writes its list first, and the move is the one after `B:`."""
-    text_format, encode = chess_format(model.config), model.tokenizer.encode
+    text_format = chess_format(model.config)
     prompt, header = policy_prompt(board.fen(), text_format), "M:"
     if text_format == "rookworld":
         (rollout,) = sample(model, [Question("policy", prompt, ())], 1, LIMITS, temperature=0)
         list_made, header, _ = rollout.answers[0].text.rpartition("B:")
         padded = policy_completion(board.fen(), [("a1a1", 0)], text_format).partition("M:")[0] + "M:"
         header = list_made + header if header else padded  # without a list it is the first candidate
-    return encode(prompt) + encode(header)
+    return prompt_ids(prompt, model.tokenizer) + model.tokenizer.encode(header)
 
 
 @torch.no_grad()

@@ -45,7 +45,11 @@ def main():
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
         if more := [*given, *["--training"] * a.training]:
             fail(f"{models[0]} is a run, and its table is not measured again; for {more[0]}, name {models[0]}/model.")
-        print(table(skill_rows(json.loads(file.read_text())), a.markdown))
+        try:
+            shown = table(skill_rows(json.loads(file.read_text())), a.markdown)
+        except Exception as error:  # damage may show anywhere
+            fail(f"{file} is damaged ({type(error).__name__}: {error}); for a new table, name {models[0]}/model.")
+        print(shown)
         return
     if len(models) == 1 and settings.GIVEN["run"]:
         own = settings.GIVEN["run"].get("TASK")  # of the run, which began with its start model even if TASK is given
