@@ -69,8 +69,9 @@ def changed_by(node):
         return [node.func.value]  # vars(train).update(...)
     else:
         targets = []
-    targets = [part for target in targets for part in getattr(target, "elts", [target])]
-    return [target for target in targets if not isinstance(target, ast.Name)]
+    parts = [part for target in targets for part in ast.walk(target)]
+    places = [part for part in parts if isinstance(part, ast.Attribute | ast.Subscript)]
+    return [place for place in places if not isinstance(place.ctx, ast.Load)]
 
 
 def violations(file, text):
@@ -93,6 +94,8 @@ def violations(file, text):
             if module.split(".")[0] in OWN:
                 imported.add(module.split(".")[0])
                 own_names.add(name)
+    own_names -= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own_names -= {node.arg for node in nodes if isinstance(node, ast.arg)}  # a variable of a function with this name
     for node in nodes:
         name = getattr(node, "attr", getattr(node, "id", ""))
         if name in LOADERS or isinstance(node, ast.Name) and name in ("exec", "eval"):
