@@ -68,7 +68,7 @@ def test_ctrl_c_and_a_reader_that_has_gone_end_a_program_without_a_traceback(pac
 @pytest.mark.parametrize("name", ["benchmark", "cut", "games", "pretrain"])
 def test_ctrl_c_ends_a_program_for_chess_without_a_traceback(name):
     press = "from unittest import mock; argparse.ArgumentParser.parse_args = mock.Mock(side_effect=KeyboardInterrupt)"
-    code = f"import argparse, runpy; {press}; runpy.run_module('rook.{name}', run_name='__main__')"
+    code = f"import argparse, runpy; {press}; runpy.run_module('tools.chess_{name}', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
 
