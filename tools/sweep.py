@@ -219,7 +219,6 @@ def main():
     p.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each setting")
     p.add_argument("--controls", type=number(int, 0), help="of each setting (default: as many as seeds)")
     p.add_argument("--show", nargs="+", metavar="FIGURE", help="the columns where several settings are compared")
-    p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
     variants = variants_of(a.vary, p)
     for argument in [*a.settings, *(word for words in variants.values() for word in words)]:
@@ -248,7 +247,7 @@ def main():
     if unknown := [name for name in a.show or [] if name not in record["figures"]]:
         p.error(f"--show: the runs have no figure {unknown[0]!r}, but {', '.join(record['figures'])}.")
     rows = gain_rows(record) if len(variants) == 1 else comparison_rows(record, a.show)
-    print(table(rows, a.markdown), flush=True)
+    print(table(rows, markdown=True), flush=True)
 
 
 if __name__ == "__main__":
