@@ -14,7 +14,7 @@ import argparse
 import gzip
 
 import rewards
-from nanorook.settings import SETTINGS, fail, output_file, setting
+from nanorook.settings import fail, output_file, setting, withdraw
 from nanorook.task import Grade
 from rook import mating, positions
 from rook.stockfish import MATE
@@ -27,8 +27,7 @@ WEIGHTS = {  # what each rung pays
     "mates": {"structure": 0.05, "legal": 0.15, "check": 0.2, "mate": 0.6},
     "moves": {"structure": 0.05, "legal": 0.95},
 }
-for name in SETTINGS.keys() & vars(rewards):
-    del SETTINGS[name]  # a setting of the whole chess task, which would have no effect here
+withdraw(rewards)  # settings of the whole chess task, which would have no effect here
 MATES_SHARE = setting("MATES_SHARE", 0.75, "share of questions about positions with a mate in one", low=0, high=1)
 MOVES_KL = setting("MOVES_KL", 1.0, "weight of the KL on ordinary positions, as a multiple of KL_COEF", low=0)
 KL_WEIGHTS = {"moves": MOVES_KL}

@@ -1,3 +1,1 @@
-"""Experiments with their recorded figures, one for each claim; run as python -m experiments.NAME."""
-
-import tools  # noqa: F401, for how its programs end
+"""The figures behind the tables of the documentation, as tools.sweep records them, and what writes these tables."""

@@ -11,10 +11,11 @@ A table stands below a comment that names its files and rows ("*": all of them):
 """
 
 import functools
+import json
 import re
 
-from experiments import seeds, variants
 from nanorook.settings import ROOT
+from tools import sweep
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|[^\n]*\n)*)", re.DOTALL)
@@ -22,15 +23,11 @@ BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|[^\n]*\n)*)", re.DOTALL)
 
 @functools.cache
 def rows_of(file):
-    """The rows of the table of a file, its heading first."""
-    found = seeds.read(ROOT / "experiments" / file)
-    if "rows" in found:
-        return found["rows"]
-    if "runs" in found and "task" in found:
-        runs, controls = ([run for name, run in found["runs"].items() if name.startswith(kind)]
-                          for kind in ("seed", "control"))  # fmt: skip
-        return seeds.rows(runs, controls, found["shared"].values())
-    return variants.rows(found["runs"])
+    """The rows of the table of a file, its heading first: a file has them as they are, or a record of tools.sweep."""
+    record = json.loads((ROOT / "experiments" / file).read_text())
+    if "rows" in record:
+        return record["rows"]
+    return sweep.gain_rows(record) if len(record["variants"]) == 1 else sweep.comparison_rows(record)
 
 
 def in_words(row):

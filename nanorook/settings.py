@@ -44,11 +44,12 @@ def read_user():
     GIVEN["environment"] = dict(os.environ)
 
 
-def read_run():
+def read_run(**decided):
     """As read_user, but settings that are not given are those of a run, if a model named by the arguments, or by MODEL
     in the environment, is its OUT_DIR/model or OUT_DIR/step-N; the first one counts. MODEL is that run's start model
-    unless it is given."""
+    unless it is given. A program has `decided` some settings itself, whatever is given."""
     read_user()
+    GIVEN["arguments"] |= decided
     for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
         folder = Path(word.removeprefix("MODEL="))
         file = folder.resolve().parent / "settings.json"
@@ -91,6 +92,13 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
     OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
+
+
+def withdraw(module):
+    """Takes back the settings of a task that another task builds on, where they would have no effect: they are refused
+    as if they had never been defined."""
+    for name in SETTINGS.keys() & vars(module):
+        del SETTINGS[name]
 
 
 def one_spelling(name, path):

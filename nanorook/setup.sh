@@ -1,5 +1,5 @@
-# Sourced by train.sh, test.sh and tools/chess_uci.sh: leaves in $PYTHON an interpreter that has what the requirements
-# files in $NEEDS name.
+# Sourced by train.sh, test.sh and other starters: leaves in $PYTHON an interpreter that has what the requirements files
+# in $NEEDS name.
 # PYTHON=/some/python is used as it is.
 if [ -n "${PYTHON:-}" ] && ! "$PYTHON" -c 'import importlib.util as i; assert i.find_spec("torch")' 2>/dev/null; then
     echo "error: PYTHON=$PYTHON is not a Python that has torch; install requirements.txt there, or leave PYTHON out." >&2

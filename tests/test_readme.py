@@ -20,10 +20,10 @@ from toy import ROOT, program
 FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TESTS = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "tests").glob("*.py")}
-PACKAGES = "nanorook", "rook", "tools", "examples", "experiments"
+PACKAGES = "nanorook", "rook", "architectures", "tools", "examples", "experiments"
 SOURCES = [file for part in (".", *PACKAGES) for file in (ROOT / part).glob("*.py")]
 SETTINGS = {*re.findall(r'\bsetting\(\s*"(\w+)"', "".join(file.read_text() for file in SOURCES))}
-SETTINGS |= {"PYTHON", "OMP_NUM_THREADS", "WANDB_MODE", "QWEN", "CODER"}  # of setup.sh, torch, wandb, gpu/run.sh
+SETTINGS |= {"PYTHON", "OMP_NUM_THREADS", "WANDB_MODE", "QWEN", "CODER"}  # of setup.sh, torch, wandb, gpu.sh
 MODULES = {*PACKAGES, *(file.stem for file in ROOT.glob("*.py"))}
 SHORT = {"GPT": "model.GPT", "task": "nanorook.task.Task", "model": "model.GPT"}  # what the pages call by a short name
 SHORT |= {name: f"nanorook.task.{name}" for name in ("Question", "Grade")}
@@ -100,7 +100,7 @@ def commands():
     text = (ROOT / "README.md").read_text().replace("\\\n", " ")
     lines = re.findall(r"(?m)^ {4}((?:\./train\.sh|[A-Z]\w+=\S+ |\.venv/bin/python |python -m ).*)", text)
     downloads = r"MODEL=(?!path/)[\w-]+/[\w.-]+(?!\S)"
-    return [line for line in dict.fromkeys(lines) if not re.search(rf"rook\.games|adds\.py|{downloads}", line)]
+    return [line for line in dict.fromkeys(lines) if not re.search(rf"chess_games|adds\.py|{downloads}", line)]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_each_file_and_setting_that_is_named_exists(file):
         path, _, anchor = link.partition("#")
         target = file.parent / path if path else file
         assert target.exists() and (not anchor or anchor in anchors(target)), link
-    folders = "tests|tools|experiments|examples|nanorook|rook"
+    folders = "tests|tools|experiments|examples|architectures|nanorook|rook"
     for path in re.findall(rf"(?<![\w/])(?:{folders})/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
     elsewhere = {"NAME", "THP_MEM_ALLOC_ENABLE"}  # any setting, and one of torch

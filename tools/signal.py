@@ -23,7 +23,8 @@ from nanorook import settings
 from nanorook.settings import fail, heading, setting
 
 if __name__ == "__main__":
-    settings.read_run()  # before train's first setting
+    # Before train's first setting. Each graph is differentiated several times, which compiled ones refuse.
+    settings.read_run(COMPILE="0")
 
 import architectures
 import train
@@ -198,7 +199,6 @@ def report(found, kinds, seconds, tokens):
 
 def main():
     settings.finish("python -m tools.signal")
-    train.COMPILE = "0"  # each graph is differentiated several times, which compiled ones refuse
     if REFERENCE and not train.KL_COEF:
         fail(f"REFERENCE={REFERENCE} has no effect with KL_COEF=0; leave it out, or give the KL a weight.")
     model, questions = prepare(QUESTIONS)

@@ -1,0 +1,259 @@
+"""Named settings × seeds × controls: trains all of these runs, and prints what they gain on held-out questions.
+
+    python -m tools.sweep runs/sums TASK=examples/sums.py EVAL_SAMPLES=16          three seeds and three controls
+    python -m tools.sweep runs/losses TASK=examples/sums.py --seeds 5 --controls 0 \\
+        --vary default LOSS=grpo "fast: EPOCHS=8 LR=3e-3" --show "sums result T=0" "sums result T=1" entropy
+
+Settings that all runs share are arguments, as for train.py; --vary names what distinguishes them. A control is the same
+run on shuffled rewards (CONTROL=shuffle). Runs are made in OUT/NAME/seed-N and OUT/NAME/control-N, one after another,
+and the same command resumes the one that was stopped, makes those that are missing, and reads the others.
+
+The table of a single setting has a row for each figure: its mean before and after the runs, the gain, and the gain of
+the controls. With several settings it has a row for each of them, and the figures after the runs as columns; besides
+held-out figures, --show takes entropy (of the last step, in nats per token), frac_zero_std and clipped (the share of
+tokens whose gradient the clip changed). Intervals are 95 %, for other seeds and other questions. OUT/sweep.json records
+what the tables need, a run in each line.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from nanorook.run import finished, write
+from nanorook.settings import ROOT, fail, number
+from nanorook.statistics import differences, gain, is_share, over_seeds, shared_variance, with_interval
+from nanorook.tables import table
+from nanorook.verdict import objects, read
+
+DECIDED = "SEED", "CONTROL", "OUT_DIR"  # by this program, for each run
+
+
+def variants_of(texts, parser):
+    """{name: its settings} from texts such as "LOSS=grpo" or "fast: EPOCHS=8 LR=3e-3"."""
+    variants = {}
+    for text in texts:
+        name, _, settings = text.rpartition(": ")
+        words = [] if settings == "default" else settings.split()
+        if wrong := [word for word in words if not re.match("[A-Z]", word) or "=" not in word]:
+            parser.error(f"--vary {text!r}: {wrong[0]} is not a setting in the form NAME=value.")
+        variants[name or settings] = words
+    return variants
+
+
+# ---- Runs ----------------------------------------------------------------------------------------------------
+
+
+def make(folder, arguments):
+    """Makes a run of train.py, unless it has been made already with these settings."""
+    if not finished(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.log", "a") as log:
+            command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log)  # run() would kill it at Ctrl-C
+            follow(process, folder)
+        if not finished(folder):  # whatever its verdict, which its exit code tells
+            fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
+    (made_with,) = objects(folder, "settings")
+    for name, text in (argument.split("=", 1) for argument in arguments):
+        value = made_with.get(name)
+        if text not in (str(value), as_text(value)) and as_number(text) != as_number(str(value)):
+            fail(f"the run in {folder} was made with {name}={value}, not {text}; delete it, or name another OUT.")
+
+
+def as_text(value):
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def as_number(text):
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def follow(process, folder):
+    """Waits for a run; every ten seconds its last step is printed, on a terminal in one line."""
+    start, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
+    while True:
+        steps = [line for line in Path(f"{folder}.log").read_text().splitlines() if re.match(r"step \d", line)]
+        print(f"{start}{folder.parent.name}/{folder.name}: {(steps or ['starting'])[-1]:.100}", end=end, flush=True)
+        try:
+            process.wait(10)
+            break
+        except subprocess.TimeoutExpired:
+            pass
+    print(start, end="", flush=True)
+
+
+def check_alike(folders):
+    """Runs of one setting must not differ in anything else, as in what the environment said when they were made."""
+    first, *others = [objects(folder, "settings") for folder in folders]
+    (first,) = first
+    for folder, (other,) in zip(folders[1:], others):
+        for name in first.keys() | other.keys():
+            if name not in DECIDED and first.get(name) != other.get(name):
+                fail(f"{folder} was made with {name}={other.get(name)}, but {folders[0]} with {first.get(name)}; "
+                     "delete one of them.")  # fmt: skip
+
+
+# ---- Figures -------------------------------------------------------------------------------------------------
+
+
+def figures_of(folder):
+    """{name: [after, before, gain, half-width of the gain]} of a finished run; metrics of steps have only the first."""
+    (skill,) = objects(folder, "skill")
+    first, last = [*skill.values()][0], [*skill.values()][-1]
+    steps = read(folder / "metrics.jsonl")
+    found = {}
+    for name in last:
+        if name in first:
+            mean, half, _ = gain(first[name][2], last[name][2])
+            found[name] = [round(x, 5) for x in (last[name][0], first[name][0], mean, half)]
+    found["entropy"] = [round(steps[-1]["entropy"], 5)]
+    found["frac_zero_std"] = [round(steps[-1]["frac_zero_std"], 5)]
+    found["clipped"] = [round(fmean(step["clip_low"] + step["clip_high"] for step in steps), 5)]
+    return found
+
+
+def shared_by(folders):
+    """{figure: the shared_variance of its gain} of the runs in these folders."""
+    found = {}
+    for folder in folders:
+        about, skill = objects(folder, "run", "skill")
+        first, last = [*skill.values()][0], [*skill.values()][-1]
+        for name in last:
+            values = differences(first[name][2], last[name][2]) if name in first else None
+            found.setdefault(name, []).append(values and (about["questions"][name.split(" ")[0]], values))
+    return {name: shared_variance(*zip(*pairs)) for name, pairs in found.items() if all(pairs)}
+
+
+def record_of(folders):
+    """What the tables need of runs {variant: {"runs": [folder, ...], "controls": [...]}}. All lists are in the order of
+    `figures`; None where a run lacks one."""
+    every = {folder: figures_of(folder) for kinds in folders.values() for some in kinds.values() for folder in some}
+    names = list(dict.fromkeys(name for figures in every.values() for name in figures))
+    variants = {}
+    for variant, kinds in folders.items():
+        variants[variant] = {}
+        for kind, some in kinds.items():
+            shared = shared_by(some)
+            variants[variant][kind] = [[every[folder].get(name) for name in names] for folder in some]
+            variants[variant][f"shared by {kind}"] = [shared.get(name, 0.0) for name in names]
+    first = next(iter(every))
+    about = {name: value for name, value in next(objects(first, "run")).items() if name != "questions"}
+    return {"about": about, "figures": names, "variants": variants}
+
+
+def as_lines(record):
+    """JSON with a run in each line."""
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    inner = r"\[[^\[\]]*\]"  # a list without lists, and then a list of such lists
+    for pattern in (inner, rf"\[\s*(?:(?:{inner}|null),?\s*)+\]"):
+        text = re.sub(pattern, lambda found: re.sub(r"\s*\n\s*", "", found[0]).replace(",", ", "), text)
+        text = re.sub(r", +", ", ", text)
+    return text + "\n"
+
+
+# ---- Tables --------------------------------------------------------------------------------------------------
+
+
+def scale_of(name, values):
+    """(factor, format): shares are shown in percent."""
+    held_out = " " in name
+    share = is_share(name, values) if held_out else name != "entropy" and all(0 <= value <= 1 for value in values)
+    return (100, ".1f") if share else (1, ".2f")
+
+
+def gain_rows(record):
+    """The rows for a single setting, the heading first."""
+    (variant,) = record["variants"].values()
+    runs, controls = variant["runs"], variant.get("controls", [])
+    rows = [["", "before", "after", "gain"] + ["gain of the shuffled control"] * bool(controls)]
+    for i, name in enumerate(record["figures"]):
+        figures = [run[i] for run in runs + controls]
+        if None in figures or len(figures[0]) == 1:  # not asked before and after
+            continue
+        factor, form = scale_of(name, [abs(value) for figure in figures for value in figure[:2]])
+        after, before = (fmean(figure[end] for figure in figures[: len(runs)]) for end in (0, 1))
+        row = [name, f"{factor * before:{form}}", f"{factor * after:{form}}"]
+        for kind, some in (("runs", runs), ("controls", controls)):
+            if some:
+                mean, half, _ = over_seeds([run[i][2:] for run in some], variant[f"shared by {kind}"][i])
+                row.append(with_interval(factor * mean, factor * half, f"+{form}"))
+        rows.append(row)
+    return rows
+
+
+def comparison_rows(record, shown=()):
+    """The rows for several settings, the heading first: means over the seeds after the runs."""
+    names = shown or record["figures"]
+    rows = [["", *names]]
+    for title, variant in record["variants"].items():
+        for kind in ("runs", "controls"):
+            if not variant.get(kind):
+                continue
+            row = [title + ", shuffled" * (kind == "controls")]
+            for name in names:
+                values = [run[record["figures"].index(name)] for run in variant[kind]]
+                if None in values:
+                    row.append("")
+                    continue
+                factor, form = scale_of(name, [abs(value[0]) for value in values])
+                mean, half, _ = over_seeds([(factor * value[0], 0.0) for value in values])
+                row.append(with_interval(mean, half, form))
+            rows.append(row)
+    return rows
+
+
+def main():
+    p = argparse.ArgumentParser("python -m tools.sweep", description=__doc__.split("\n")[0])
+    p.add_argument("out", type=Path, help="folder for the runs and sweep.json")
+    p.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of all runs, as train.py takes them")
+    p.add_argument(
+        "--vary", nargs="+", metavar="SETTINGS", default=["default"], help='such as LOSS=grpo, or "fast: LR=1e-3"'
+    )
+    p.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each setting")
+    p.add_argument("--controls", type=number(int, 0), help="of each setting (default: as many as seeds)")
+    p.add_argument("--show", nargs="+", metavar="FIGURE", help="the columns where several settings are compared")
+    a = p.parse_intermixed_args()
+    variants = variants_of(a.vary, p)
+    for argument in [*a.settings, *(word for words in variants.values() for word in words)]:
+        name, equals, _ = argument.partition("=")
+        if not equals or name in DECIDED:
+            p.error(
+                f"{argument} is not a setting in the form NAME=value, or one that OUT, --seeds and --controls decide."
+            )
+    out, folders = a.out.resolve(), {variant: {"runs": [], "controls": []} for variant in variants}
+    controls = a.seeds if a.controls is None else a.controls
+    for seed in range(
+        max(a.seeds, controls)
+    ):  # one seed of all settings before the next, so that a part is of use, too
+        for variant, settings in variants.items():
+            for kind, name, count, control in (
+                ("runs", "seed", a.seeds, "none"),
+                ("controls", "control", controls, "shuffle"),
+            ):
+                if seed < count:
+                    folder = out / re.sub(r"[^\w.=]+", "-", variant) / f"{name}-{seed}"
+                    make(folder, [*a.settings, *settings, f"SEED={seed}", f"CONTROL={control}"])
+                    folders[variant][kind].append(folder)
+                    check_alike(folders[variant]["runs"] + folders[variant]["controls"])
+                    write(out / "sweep.json", as_lines(record_of(folders)))
+    record = record_of(folders)
+    if unknown := [name for name in a.show or [] if name not in record["figures"]]:
+        p.error(f"--show: the runs have no figure {unknown[0]!r}, but {', '.join(record['figures'])}.")
+    rows = gain_rows(record) if len(variants) == 1 else comparison_rows(record, a.show)
+    print(table(rows, markdown=True), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the current run ends when it has saved its step, and the same command continues from there.")
+    except OSError as error:
+        fail(f"a file cannot be read or written: {error}.")
