@@ -180,6 +180,13 @@ def first_question(kind, position, text_format):
     return Question(kind, prompt, rungs, stop=" ", stop_after=int(begins_with_space))
 
 
+def answers(question):
+    """A first move can be any legal one; others earn next to nothing. The space that ends a move belongs to it."""
+    if question.kind not in FIRST_WEIGHTS:
+        return []
+    return [" " * question.stop_after + move + " " for move in question.truth["legal"]]
+
+
 def environment_question(position, rng, text_format, illegal_share=1 / 3):
     """Asks about the position's own move, or a random one; none leads from a training board to a held-out one."""
     board, move = chess.Board(position.fen), position.asked

@@ -70,6 +70,8 @@ class Task(Protocol):
     # Optional: KL_WEIGHTS = {kind of question: what KL_COEF is multiplied by for its answers}; 1 for other kinds.
     # Optional: LARGE = True, if DEFAULTS were chosen for a model above 50M parameters, see nanorook/sizes.py.
     # Optional: def question(text, config) -> Question, for a question that a user types in tools.ask.
+    # Optional: def answers(question) -> list of texts: the answers that count, each once and with the ending that the
+    # question's stop needs; [] if they cannot be listed. tools.evaluate then computes their probabilities, too.
     # Optional: def show(question, text) -> str, shown in a report beside the answer or on a terminal instead of it, for
     # any text. If it begins with "<" it is HTML, for reports only; its docstring is then the legend of the pictures.
 

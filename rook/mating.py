@@ -16,15 +16,26 @@ MATES = positions.BUILTIN.with_name("mates.txt.gz")
 
 def beside(source, *sides):
     """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
-    latter come from a user's data, too, unless it has none to train on or none that is held out."""
+    latter come from a user's data, too, unless one of its sides has positions and none of these; a file for evaluation
+    has no side to train on. In data with labels, a position without them is there for its mate alone."""
     mates = embedded() if all(sides) else ([], [])
-    if source != "builtin" and all(sides):
+    if source != "builtin":
         own = [find(side) for side in sides]
-        instead = "" if all(own) else ", so questions about mates are about the embedded positions"
-        parallel.log(f"{source} has {len(own[0])} positions with a mate in one to train on and {len(own[1])} held out"
-                     f"{instead}.")  # fmt: skip
-        mates = own if all(own) else mates
+        complete = all(found or not side for found, side in zip(own, sides))
+        if all(sides):
+            instead = "" if complete else ", so questions about mates are about the embedded positions"
+            found = " and ".join((f"{len(own[0])} positions with a mate in one to train on", f"{len(own[1])} held out"))
+            parallel.log(f"{source} has {found}{instead}.")
+        if complete:
+            mates, sides = own, [without_mates(side, found) for side, found in zip(sides, own)]
     return [[("mates", p) for p in own] + [("moves", p) for p in side] for own, side in zip(mates, sides)]
+
+
+def without_mates(side, mates):
+    if not any(p.moves for p in side):
+        return side
+    fens = {mate.fen for mate in mates}
+    return [p for p in side if p.moves or p.fen not in fens]
 
 
 def find(found):

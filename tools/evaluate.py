@@ -12,6 +12,9 @@ NAME=value takes precedence.
 
 pass@k is the share of questions that one of k answers gets right, for each metric that is a share. A run that raises
 pass@1 and lowers pass@64 has sharpened what the model already did sometimes (Yue et al., 2025).
+
+If the task lists the answers to a question, rows with "exact" are computed from the probabilities of these, up to
+pass@1024 (tools/exact.py). "other" is the probability of all others, which may earn a reward as well.
 """
 
 import argparse
@@ -30,6 +33,7 @@ from nanorook import hardware
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
 from nanorook.task import draw_questions, load_items, load_task, start_folder
+from tools import exact
 
 
 def main():
@@ -65,6 +69,7 @@ def main():
         count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {kind} items.")
         questions = draw_questions(train.task, asked, count, random.Random(train.SEED), model.config)
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
+        columns[title] |= exact.figures(model, train.task, questions, train.TEMPERATURE)
     print(f"{count} {kind} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     rows = skill_rows(columns)
     rows[0][0] = kind

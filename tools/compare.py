@@ -1,0 +1,284 @@
+"""What did training do to the policy? Compares models with their start, answer by answer and without sampling.
+
+python -m tools.compare START MODEL [MODEL ...]           several models are seeds of one setting, which are averaged
+python -m tools.compare START MODEL --training            on questions about the training data
+python -m tools.compare START MODEL --picture FILE.svg    also draws each right answer's probability before and after
+
+It takes the questions whose answers the task lists (`answers`, see nanorook/task.py), all that are held out. Right are
+the answers of the highest reward; a question without a wrong one says nothing and is left out. pass@k is that of the
+whole policy. Everything below it is about the policy on the listed answers, whose probabilities then add up to 1.
+
+Sharpening raises all probabilities of a question to one power α. As in arXiv 2607.16097, α is the one for all questions
+with the lowest mean KL(after ‖ start^α), and what it explains is 1 - JSD(after, start^α) / JSD(after, start), in all
+and as the median over questions; where a JSD (in nats) is below 0.02, too little changed to be explained.
+
+Settings are those of the first model that belongs to a run; NAME=value takes precedence. Intervals are 95 %, over
+questions and, of several models, over seeds.
+"""
+
+import argparse
+import math
+import random
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from nanorook import settings
+
+if __name__ == "__main__":
+    settings.read_run()  # before train's first setting
+
+import train
+from model import GPT
+from nanorook import hardware
+from nanorook.settings import fail, number, output_file
+from nanorook.statistics import interval, over_seeds, shared_variance, spread, with_interval
+from nanorook.tables import table
+from nanorook.task import load_items, make_questions
+from tools import exact
+
+BANDS = 0, 0.002, 0.01, 0.05, 0.2, 1  # of the start's probability of a right answer
+RARE, FOUND = 0.05, 0.25  # a right answer is found if it rises from below the first to above the second
+CHANGED = 0.02  # the least JSD of which a share can be explained
+GAINED = 0.1  # what a wrong answer gains at least, if it is counted
+TINY = 1e-300  # for logarithms
+
+
+class Policy(NamedTuple):
+    """Probabilities of the answers to Q questions, R to each, padded with zeros."""
+
+    whole: np.ndarray  # (Q, R)
+    right: np.ndarray  # (Q, R) whether an answer is right
+    listed: np.ndarray  # (Q, R) False for padding
+
+    @property
+    def p(self):
+        """(Q, R) on the listed answers."""
+        return self.whole / self.whole.sum(1, keepdims=True)
+
+    @property
+    def found(self):
+        """(Q,) the probability of a right answer."""
+        return (self.p * self.right).sum(1)
+
+
+def padded(rows, dtype=float):
+    result = np.zeros((len(rows), max(map(len, rows))), dtype)
+    for place, row in enumerate(rows):
+        result[place, : len(row)] = row
+    return result
+
+
+def policy(model, questions):
+    """The model's Policy for Listed questions."""
+    whole = padded(exact.policy(model, train.task.LIMITS, questions, train.TEMPERATURE))
+    right = [question.rewards == question.rewards.max() for question in questions]
+    return Policy(whole, padded(right, bool), padded([np.ones(len(row), bool) for row in right], bool))
+
+
+def kl(p, q):
+    """(Q,) KL(p ‖ q) in nats."""
+    return (p * (np.log(np.maximum(p, TINY)) - np.log(np.maximum(q, TINY)))).sum(1)
+
+
+def jsd(p, q):
+    """(Q,) the Jensen-Shannon divergence in nats."""
+    middle = (p + q) / 2
+    return (kl(p, middle) + kl(q, middle)) / 2
+
+
+def sharpened(start, alpha):
+    """(Q, R) the start's probabilities to the power of alpha."""
+    logs = alpha * np.log(np.maximum(start.p, TINY))
+    powers = np.where(start.listed, np.exp(logs - logs.max(1, keepdims=True)), 0)
+    return powers / powers.sum(1, keepdims=True)
+
+
+def exponent(start, after):
+    """The α with the lowest mean KL(after ‖ start^α). That is convex in α, and its slope is the difference of two
+    means of the start's log-probabilities: that under start^α, which rises with α, and that under `after`."""
+    logs = np.log(np.maximum(start.p, TINY))
+    low, high = 0.0, 100.0
+    for _ in range(50):
+        alpha = (low + high) / 2
+        if ((sharpened(start, alpha) - after.p) * logs).sum() < 0:
+            low = alpha
+        else:
+            high = alpha
+    return alpha
+
+
+def over_models(values):
+    """The mean and the half-width of its interval; values: of each question, for each model."""
+    values = [list(map(float, row)) for row in values]
+    intervals = [interval(row) for row in values]
+    if len(values) == 1:
+        return intervals[0]
+    return over_seeds(intervals, shared_variance([range(len(row)) for row in values], values))[:2]
+
+
+def ratio(parts, wholes):
+    """For each question a number, so that their mean is the ratio of the two sums."""
+    return spread([float(part) for part in parts], [float(whole) for whole in wholes])
+
+
+def percent(values):
+    mean, half = over_models(values)
+    return with_interval(100 * mean, 100 * half, ".1f")
+
+
+def is_top(chosen, policy):
+    """(Q,) whether the policy's most likely answer is among those chosen."""
+    return np.take_along_axis(chosen, policy.whole.argmax(1)[:, None], 1)[:, 0]
+
+
+def favourite_gain(start, after):
+    """(Q,) what the start's most likely answer gained."""
+    top = start.p.argmax(1)[:, None]
+    return np.take_along_axis(after.p - start.p, top, 1)[:, 0]
+
+
+def policy_rows(start, models):
+    """Figures of a policy by itself."""
+    sides = [start], models
+    rows = [["most likely answer right", *(percent([is_top(m.right, m) for m in side]) for side in sides)]]
+    for k in exact.TRIES:
+        rates = [[exact.pass_at_k((m.whole * m.right).sum(1), k) for m in side] for side in sides]
+        rows.append([f"pass@{k}", *map(percent, rates)])
+    rows.append(["other answers", *(percent([1 - m.whole.sum(1) for m in side]) for side in sides)])
+    return rows
+
+
+def change_rows(start, models):
+    """What became of the start's policy."""
+    alphas = [exponent(start, m) for m in models]
+    sharp = [sharpened(start, alpha) for alpha in alphas]
+    changed = [jsd(m.p, start.p) for m in models]
+    left = [jsd(m.p, s) for m, s in zip(models, sharp)]
+    rows = [["α of the nearest sharpened start", with_interval(*interval(alphas), ".2f")]]
+    rows.append(["JSD(after, start) in nats", with_interval(*over_models(changed), ".3f")])
+    if min(row.mean() for row in changed) >= CHANGED:
+        explained = [ratio(before - after, before) for before, after in zip(changed, left)]
+        medians = [median((1 - after / before)[before >= CHANGED]) for before, after in zip(changed, left)]
+        rows.append(["explained by sharpening, all", percent(explained)])
+        mean, half = interval(medians)
+        rows.append(["explained by sharpening, median", with_interval(100 * mean, 100 * half, ".1f")])
+    for k in (1, 16):
+        rates = [exact.pass_at_k((s * start.right).sum(1), k) for s in sharp]
+        rows.append([f"pass@{k} of the sharpened start", percent(rates)])
+    wrong = ~is_top(start.right, start)  # (Q,) positions with a wrong favourite
+    rows.append(["right answer became likelier", percent([m.found > start.found for m in models])])
+    if wrong.any():
+        amplified = [(favourite_gain(start, m) > 0)[wrong] for m in models]
+        rows.append(["wrong favourite became likelier", percent(amplified)])
+    gained = [((m.p - start.p) * (start.listed & ~start.right)).max(1) > GAINED for m in models]
+    rows.append([f"a wrong answer gained over {GAINED:g}", percent(gained)])
+    return rows
+
+
+def band_rows(start, models):
+    """By the start's probability of a right answer: what became of it, and of a wrong favourite."""
+    rows = [["right at the start", "questions", "before", "after", "likelier", "found", "wrong favourite likelier"]]
+    for low, high in zip(BANDS, BANDS[1:]):
+        band = (start.found >= low) & ((start.found < high) | (high == 1))
+        if not band.any():
+            continue
+        wrong = band & ~is_top(start.right, start)
+        rows.append([
+            f"{low:g} to {high:g}", str(band.sum()),
+            f"{100 * start.found[band].mean():.2f}",
+            percent([m.found[band] for m in models]),
+            percent([(m.found > start.found)[band] for m in models]),
+            percent([(m.found > FOUND)[band] for m in models]) if high <= RARE else "",
+            percent([(favourite_gain(start, m) > 0)[wrong] for m in models]) if wrong.any() else "",
+        ])  # fmt: skip
+    return rows
+
+
+def picture(start, models):
+    """An SVG: for each question the probability of a right answer before (across) and after (up), with logarithmic axes
+    from 0.0001 to 1."""
+    size, margin, decades = 400, 50, 4
+
+    def at(probability):
+        return size * (1 + math.log10(max(probability, 10**-decades)) / decades)
+
+    after = np.mean([m.found for m in models], 0)
+    marks = "".join(
+        f'<circle cx="{margin + at(a):.1f}" cy="{margin + size - at(b):.1f}" r="1.6"/>'
+        for a, b in zip(start.found, after)
+    )
+    lines, texts = "", ""
+    for exponent in range(-decades, 1):
+        place, name = at(10.0**exponent), f"{10.0**exponent:g}"
+        lines += f'<path d="M{margin + place} {margin}v{size}M{margin} {margin + size - place}h{size}"/>'
+        texts += f'<text x="{margin + place}" y="{margin + size + 16}" text-anchor="middle">{name}</text>'
+        texts += f'<text x="{margin - 6}" y="{margin + size - place + 4}" text-anchor="end">{name}</text>'
+    middle = margin + size / 2
+    texts += f'<text x="{middle}" y="{margin + size + 36}" text-anchor="middle">right answer, before</text>'
+    texts += f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">right answer, after</text>'
+    side = size + 2 * margin
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {side} {side}" font-family="sans-serif" font-size="12">'
+        f'<rect width="{side}" height="{side}" fill="#fff"/><g stroke="#ddd">{lines}</g>'
+        f'<path d="M{margin} {margin + size}L{margin + size} {margin}" stroke="#888" stroke-dasharray="4"/>'
+        f'<g fill="#0072b2" fill-opacity="0.35">{marks}</g><g fill="#333">{texts}</g></svg>\n'
+    )
+
+
+def listed_questions(config, training, most):
+    """All held-out questions with a wrong answer among the listed ones, or as many about training items."""
+    items, held_out = load_items(train.task, train.DATA, config)
+    asked = items if training else held_out
+    count = min(len(asked), most or len(held_out) or len(asked))
+    questions = make_questions(train.task, asked, count, random.Random(train.SEED), config) if count else []
+    questions = exact.listed(train.task, questions)
+    return [question for question in questions if len({*question.rewards}) > 1]
+
+
+def main():
+    p = argparse.ArgumentParser("python -m tools.compare", description=__doc__.split("\n")[0])
+    p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
+    p.add_argument("start", help="the model that training started from: a folder or hub id")
+    p.add_argument("model", nargs="+", help="trained models, seeds of one setting; and settings, NAME=value")
+    p.add_argument("--training", action="store_true", help="questions from the training data, not held-out ones")
+    p.add_argument("--questions", type=number(int, 1), help="the most questions to draw (default: all held-out ones)")
+    p.add_argument(
+        "--picture", metavar="FILE", type=output_file, help="an SVG to write, of each kind FILE's with its name"
+    )
+    p.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
+    a = p.parse_intermixed_args()
+    given = [word for word in a.model if "=" in word and not Path(word).exists()]
+    models = [word for word in a.model if word not in given]
+    settings.finish("python -m tools.compare", given)
+    if not models:
+        p.error("name a trained model after its start.")
+    device, _ = hardware.prepare(train.DEVICE, "float32")
+    start = GPT.load(a.start).to(device)
+    questions = listed_questions(start.config, a.training, a.questions)
+    if not questions:
+        fail(
+            f"TASK={train.TASK} lists no answers of different worth to its questions; see answers in nanorook/task.py."
+        )
+    kinds = np.array([question.question.kind for question in questions])
+    before = policy(start, questions)
+    after = [policy(GPT.load(name).to(device), questions) for name in models]
+    for kind in dict.fromkeys(kinds.tolist()):
+        some = kinds == kind
+        of_kind, *of_models = (Policy(*(x[some] for x in side)) for side in (before, *after))
+        side = "training" if a.training else "held-out"
+        seeds = f", {len(models)} seeds" if len(models) > 1 else ""
+        print(f"{some.sum()} {side} questions of the kind {kind}{seeds}: {a.start} and {', '.join(models)}\n")
+        print(table([["%", "start", "after"], *policy_rows(of_kind, of_models)], a.markdown), end="\n\n")
+        print(table([["% if not said otherwise", "after"], *change_rows(of_kind, of_models)], a.markdown), end="\n\n")
+        print(table(band_rows(of_kind, of_models), a.markdown), end="\n\n")
+        if a.picture:
+            file = Path(a.picture)
+            file = file if len({*kinds}) == 1 else file.with_stem(f"{file.stem}-{kind}")
+            file.write_text(picture(of_kind, of_models))
+
+
+if __name__ == "__main__":
+    main()
