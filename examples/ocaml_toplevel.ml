@@ -76,8 +76,32 @@ let value_of e =
 let text_at { Location.loc_start; loc_end; _ } text =
   String.sub text loc_start.pos_cnum (loc_end.pos_cnum - loc_start.pos_cnum)
 
-(* However it is spaced. *)
-let words text = List.filter (( <> ) "") (String.split_on_char ' ' (String.map (fun c -> if c < ' ' then ' ' else c) text))
+let letter = function 'a' .. 'z' | 'A' .. 'Z' | '0' .. '9' | '_' | '\'' -> true | _ -> false
+
+(* A text without the spaces that neither separate two words nor are in a string. *)
+let spaced text =
+  let shown = Buffer.create 80 and in_string = ref false and gap = ref false in
+  let add i c =
+    if c <= ' ' && not !in_string then gap := true
+    else begin
+      let before = Buffer.length shown - 1 in
+      if !gap && before >= 0 && letter (Buffer.nth shown before) && letter c then Buffer.add_char shown ' ';
+      gap := false;
+      Buffer.add_char shown c;
+      if c = '"' && (i = 0 || text.[i - 1] <> '\\') then in_string := not !in_string
+    end
+  in
+  String.iteri add text;
+  Buffer.contents shown
+
+(* An expression without the parentheses around it. *)
+let rec bare text =
+  let text = String.trim text in
+  let length = String.length text in
+  if length < 2 || text.[0] <> '(' || text.[length - 1] <> ')' then text
+  else
+    let inner = String.sub text 1 (length - 2) in
+    match expression inner with _ -> bare inner | exception _ -> text
 
 let rec variable pattern =
   match pattern.ppat_desc with
@@ -98,8 +122,7 @@ let applied e =
 
 (* Whether a text has a word, be it in a string or a comment: what only looks like the function counts as well. *)
 let has word text =
-  let inside = function 'a' .. 'z' | 'A' .. 'Z' | '0' .. '9' | '_' | '\'' -> true | _ -> false in
-  let letter i = i >= 0 && i < String.length text && inside text.[i] in
+  let letter i = i >= 0 && i < String.length text && letter text.[i] in
   let length = String.length word in
   let rec from i =
     i + length <= String.length text
@@ -156,8 +179,8 @@ let type_of name =
 let definitions ~prelude ~head ~name answer =
   match structure answer with
   | items when List.exists (defines name) items ->
-    let given = List.map (fun item -> words (text_at item.pstr_loc prelude)) (structure prelude) in
-    List.filter (fun item -> not (List.mem (words (text_at item.pstr_loc answer)) given)) items
+    let given = List.map (fun item -> spaced (text_at item.pstr_loc prelude)) (structure prelude) in
+    List.filter (fun item -> not (List.mem (spaced (text_at item.pstr_loc answer)) given)) items
   | _ | (exception _) -> structure (head ^ "\n" ^ answer)
 
 let comparisons = [ "="; "<>"; "=="; "!="; "<"; ">"; "<="; ">="; "||" ]
@@ -221,7 +244,7 @@ let prepare problem tests solution examples =
   let items = try structure tests with _ -> leave_out "its tests do not parse" in
   if has "try" tests || has "exception" tests then
     leave_out "an assertion catches exceptions, so it expects the same value from every right answer";
-  let shown = List.map words examples in
+  let shown = List.map (fun text -> spaced (bare text)) examples in
   let case (left, right) =
     (* The left side is typed, so that both have the same type, but never evaluated. *)
     let either = { left with pexp_desc = Pexp_ifthenelse (expression "false", left, Some right) } in
@@ -230,8 +253,8 @@ let prepare problem tests solution examples =
       | Unprintable | Raised -> leave_out "an expected value cannot be printed in full"
       | _ -> leave_out "an assertion does not have the type of the signature"
     in
-    let text = text_at left.pexp_loc tests in
-    [ text; expected; string_of_bool (List.mem (words text) shown) ]
+    let text = bare (text_at left.pexp_loc tests) in
+    [ text; expected; string_of_bool (List.mem (spaced text) shown) ]
   in
   let found = List.concat_map (cases name tests) (List.concat_map assertions_of_item items) in
   [ prelude; head; name; its_type; string_of_bool given ] @ List.concat_map case found
