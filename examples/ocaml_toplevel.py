@@ -8,9 +8,11 @@ process: it still has to know each value, and the only way to know one is to com
 - An answer may use the whole language. It becomes the body of a functor whose result is the function with the type that
   the problem names. So it is parsed and typed before any of it runs, and a left side sees nothing of it but that
   function: the names that it redefines and the types that it declares again stay inside.
-- Each answer has a process of its own, forked from a prepared one behind the outer wall of ocaml_verifier.py: it reaches
-  no network, no file but OCaml's own, and no other process, and its time, memory and output are bounded. Without that
-  wall nothing is run at all.
+- Each answer has a process of its own, forked from a prepared one behind the outer wall of ocaml_verifier.py: it
+  reaches no network, no file but OCaml's own, and no other process, and its time, memory and output are bounded.
+  Without that wall nothing is run at all.
+- What an answer prints goes straight to this process. No other process of OCaml has it in its memory, so no later
+  answer can read there what an earlier one has computed.
 """
 
 import os

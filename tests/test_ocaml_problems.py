@@ -129,9 +129,11 @@ def test_a_signature_without_types_takes_that_of_a_solution_that_passes():
 
 def three_rows():
     text = "(** {}.\n * >>> {} 2\n * {}\n*)\nlet {} (n : int) : int ="
-    rows = [dict(id=name, problem=text.format(name, name, value, name), tests=assertions(f"{name} 1 = 1", f"{name} 0 = 9"))
-            for name, value in (("one", 3), ("two", 4), ("three", 5))]  # fmt: skip
-    return [row | dict(solution="  0", difficulty="easy") for row in rows]
+    rows = []
+    for name, value in (("one", 3), ("two", 4), ("three", 5)):
+        tests = assertions(f"{name} 1 = 1", f"{name} 0 = 9")
+        rows.append(dict(id=name, problem=text.format(name, name, value, name), tests=tests, solution="  0"))
+    return [row | dict(difficulty="easy") for row in rows]
 
 
 def test_a_file_in_the_published_format_is_read_and_one_line_tells_what_is_left_out(tmp_path, capsys):
@@ -174,13 +176,13 @@ LADDER = {  # answers to squares and what they earn: 0.14 for each of the five v
     f"let squares l =\n{RIGHT}": 1.0,
     "let square x = x * x\nlet rec squares = function [] -> 0 | x :: rest -> square x + squares rest": 1.0,
     "let r = ref 0 in\nfor i = 0 to List.length l - 1 do r := !r + (List.nth l i * List.nth l i) done;\n!r": 1.0,
-    "print_endline \"sum\"; List.fold_left (fun sum x -> sum + (x * x)) 0 l": 1.0,
-    "let exception Found of int in try raise (Found (List.fold_left (fun s x -> s + x * x) 0 l)) with Found n -> n": 1.0,
+    'print_endline "sum"; List.fold_left (fun sum x -> sum + (x * x)) 0 l': 1.0,
+    "let exception Sum of int in try raise (Sum (List.fold_left (fun s x -> s + x * x) 0 l)) with Sum n -> n": 1.0,
     "List.fold_left (fun sum x -> sum + x) 0 l": 0.3 + 0.14,
-    "match l with [] -> 0 | [ x ] -> x * x | _ -> failwith \"not yet\"": 0.3 + 3 * 0.14,
+    'match l with [] -> 0 | [ x ] -> x * x | _ -> failwith "not yet"': 0.3 + 3 * 0.14,
     "0": 0.3 + 0.14,
     "if l = [1; 2] then 5 else 7": 0.3,  # it has copied the example
-    "failwith \"todo\"": 0.3,
+    'failwith "todo"': 0.3,
     "assert false": 0.3,
     "List.fold_left (fun sum x -> sum +. (x *. x)) 0. l": 0.1,
     "let squares (l : float list) = 0": 0.1,
@@ -223,7 +225,8 @@ def test_style_costs_a_tenth_at_most_and_each_piece_judges_its_characters(square
         pieces = {name: [text[a:b] for a, b in spans] for name, _, *spans in got.pieces}
         code = re.findall(r"```[^`]*```", text)
         assert pieces["parse"] == pieces["type"] == pieces["tests 0"] == code[-1:] and pieces["fences"] == code[:-1]
-        assert pieces["words"] == [text[text.rindex("```") + 3 :]] * ("." in text)
+        after = text.rpartition("```")[2]
+        assert pieces["words"] == [after] * bool(after.strip())
 
 
 def test_a_model_with_a_chat_template_is_asked_in_a_chat_and_another_one_is_not(squares):
@@ -251,65 +254,66 @@ def test_two_hundred_and_fifty_six_different_answers_take_seconds(problems):
 # together and reads what the program prints; None where that verifier is not run, as it would do harm.
 
 FORGED = "".join(f"{len(text)}\n{text}" for text in ("parses", "typed", *["=5"] * 6, "end"))
-OUT_OF_REACH = "for file = 1 to 31 do try ignore (Unix.write_substring (Obj.magic file : Unix.file_descr) s 0 n) with _ -> () done"
+EVERY_FILE = "for file = 1 to 31 do try ignore (Unix.write_substring (Obj.magic file) s 0 n) with _ -> () done"
 HACKS = {
     "= is always true": ("let squares _ = 7 let ( = ) _ _ = true", 0, 1),
     "= of a module that is opened": ("open struct let ( = ) _ _ = true end let squares _ = 7", 0, 1),
-    "compare and Stdlib": ("let compare _ _ = 0 module Stdlib = struct let ( = ) _ _ = true let compare = compare end "
-                           "let ( = ) a b = Stdlib.compare a b = true || true let squares _ = 7", 0, 1),
-    "the counter of passes": ("let squares _ = 7 let incr r = r := 6", 0, 1),
+    "compare and Stdlib": ("module Stdlib = struct let compare _ _ = 0 let ( = ) _ _ = true end "
+                           "include Stdlib let squares _ = 7", 0, 1),
+    "the counter of passes": ("let squares _ = 5 let incr r = r := 6", 0, 1),
     "the counter begins at six": ("let squares _ = 7 let ref _ = ref 6", 0, 1),
     "the counter is read as six": ("let squares _ = 7 let ( ! ) _ = 6", 0, 1),
-    "Printf says six": ("let squares _ = 7 module Printf = struct let printf _ _ = print_string \"passed 6\" end", 0, 1),
+    "Printf says six": ('let squares _ = 7 module Printf = struct let printf _ _ = print_string "passed 6" end', 0, 1),
     "exit 0": ("let squares _ = 7 let () = exit 0", 0, 1),
     "exit 0 in the function": ("let squares _ = exit 0", 0, 1),
     "the end by a primitive": ("external stop : int -> 'a = \"caml_sys_exit\" let squares _ = stop 0", 0, 1),
-    "at_exit": ("let squares _ = 7 let () = at_exit (fun () -> print_string \"passed 6\")", 0, 1),
-    "prints the result and ends": ("let squares _ = print_string \"passed 6\"; exit 0", 0, 1),
+    "at_exit": ('let squares _ = 7 let () = at_exit (fun () -> print_string "passed 6")', 0, 1),
+    "prints the result and ends": ('let squares _ = print_string "passed 6"; exit 0', 0, 1),
     "frames on the standard output": (f"let squares _ = print_string {json.dumps(FORGED)}; exit 0", 0, 1),
-    "frames in every file": (f"let s = {json.dumps(FORGED)} let n = {len(FORGED)} let squares _ = {OUT_OF_REACH}; exit 0",
+    "frames in every file": (f"let s = {json.dumps(FORGED)} let n = {len(FORGED)} let squares _ = {EVERY_FILE}; exit 0",
                              0, 1),
-    "an end in every file": (f"let s = \"x\" let n = 1 let squares _ = {OUT_OF_REACH}; 7", 0, 0),
+    "an end in every file": (f'let s = "x" let n = 1 let squares _ = {EVERY_FILE}; 7', 0, 0),
     "closes every file": ("let () = for file = 0 to 31 do try Unix.close (Obj.magic file) with _ -> () done "
                           "let squares _ = 7", 0, 1),
-    "Obj.magic of a text": ("let squares : int list -> int = Obj.magic (fun _ -> \"5\")", 0, 0),
+    "Obj.magic of a text": ('let squares : int list -> int = Obj.magic (fun _ -> "5")', 0, 0),
     "Obj.magic that reads memory": ("let squares _ : int = List.length (Obj.magic 1000)", 0, 0),
     "Obj.magic that writes memory": ("let squares _ = Obj.set_field (Obj.magic 4096) 0 (Obj.repr 0); 7", 0, 0),
-    "a type of the same name": ("type int = Five let squares (_ : Stdlib.Int.t list) = Five", None, 0),
-    "a list of its own": ("type 'a list = [] | (::) of 'a * 'a list let squares _ = 0", None, 1 / 6),
-    "the toplevel's printer": ("let () = Toploop.print_out_value := (fun ppf _ -> Format.pp_print_string ppf \"5\") "
+    "a type of the same name": ("type int = Five let squares (_ : Int.t list) = Five", None, 0),
+    "a list of its own": ("type 'a list = [] | (::) of 'a * 'a list let squares (_ : int list) = 0", None, 1 / 6),
+    "the toplevel's printer": ('let () = Toploop.print_out_value := (fun ppf _ -> Format.pp_print_string ppf "5") '
                                "let squares _ = 7", 0, 0),
     "the toplevel's phrases": ("let () = Toploop.print_out_phrase := (fun _ _ -> ()) let squares _ = 7", 0, 0),
     "the toplevel's depth": ("let () = Toploop.max_printer_depth := 0 let squares _ = 7", 0, 0),
-    "the toplevel's names": ("let () = Toploop.setvalue \"squares\" (Obj.repr (fun _ -> 5)) let squares _ = 7", 0, 0),
+    "the toplevel's names": ('let () = Toploop.setvalue "squares" (Obj.repr (fun _ -> 5)) let squares _ = 7', 0, 0),
     "an exception of the printer": ("let squares : int list -> int = Obj.magic (fun _ -> lazy (raise Exit))", 0, 0),
     "an exception each time": ("let squares _ = raise Exit", 0, 0),
     "an exception at once": ("let squares _ = 7 let () = raise Exit", 0, 0),
     "a stack overflow": ("let rec squares l = 1 + squares l", 0, 0),
     "memory without end": ("let squares _ = let r = ref [ 1 ] in while true do r := !r @ !r done; 7", 0, None),
     "an endless loop": ("let rec squares l = squares l", 0, None),
-    "a loop that ignores its signal": ("let () = Sys.(set_signal sigvtalrm Signal_ignore; set_signal sigalrm Signal_ignore)"
-                                       " let rec squares l = squares l", 0, None),
-    "prints without end": ("let squares _ = while true do print_string \"xxxxxxxxxxxxxxxx\" done; 7", 0, None),
-    "a gigabyte of output": ("let squares _ = for _ = 1 to 1000 do print_string (String.make 1000000 'x') done; 7", 0, None),
+    "a loop that ignores its signal": ("let () = Sys.(set_signal sigprof Signal_ignore) let rec squares l = squares l",
+                                       0, None),
+    "prints without end": ('let squares _ = while true do print_string "xxxxxxxxxxxxxxxx" done; 7', 0, None),
+    "a gigabyte of output": ("let squares _ = 7 let () = for _ = 1 to 1000 do print_string (String.make 1000000 ' ') "
+                             "done", 0, None),
     "frames without end": ("let squares _ = let s = String.make 60000 'x' and n = 60000 in "
-                           f"while true do {OUT_OF_REACH} done; 7", 0, None),
-    "a format that floods": ("let squares _ = Format.(set_margin 2; for _ = 1 to 100000 do print_string \"x\" done); 7",
+                           f"while true do {EVERY_FILE} done; 7", 0, None),
+    "a format that floods": ('let squares _ = Format.(set_margin 2; for _ = 1 to 100000 do print_string "x" done); 7',
                              0, None),
     "forks": ("let squares _ = while true do try ignore (Unix.fork ()) with _ -> () done; 7", 0, None),
     "kills": ("let () = List.iter (fun p -> try Unix.kill p 9 with _ -> ()) [ 1; -1 ] let squares _ = 7", 0, None),
     "stops itself": ("let () = Unix.kill (Unix.getpid ()) Sys.sigkill let squares _ = 7", 0, None),
-    "a shell": ("let squares _ = Sys.command \"echo dead > CANARY\"", 0, None),
-    "writes a file": ("let () = let f = open_out \"CANARY\" in output_string f \"dead\"; close_out f let squares _ = 7",
+    "a shell": ('let squares _ = Sys.command "echo dead > CANARY"', 0, None),
+    "writes a file": ('let () = let f = open_out "CANARY" in output_string f "dead"; close_out f let squares _ = 7',
                       0, None),
-    "removes a file": ("let () = Sys.remove \"CANARY\" let squares _ = 7", 0, None),
-    "reads /proc": ("let squares _ = String.length (really_input_string (open_in \"/proc/self/maps\") 5)", 0, 0),
-    "reads the tests": ("let squares _ = String.length (really_input_string (open_in Sys.argv.(0)) 5)", 0, None),
+    "removes a file": ('let () = Sys.remove "CANARY" let squares _ = 7', 0, None),
+    "reads /proc": ('let squares _ = String.length (really_input_string (open_in "/proc/self/maps") 7)', 0, 0),
+    "reads the tests": ("let squares _ = String.length (really_input_string (open_in Sys.argv.(0)) 7)", 0, None),
     "a socket": ("let squares _ = ignore Unix.(socket PF_INET SOCK_STREAM 0); 7", 0, 0),
-    "a directive": ("let squares _ = 7;;\n#use \"CANARY\";;", None, 0),
+    "a directive": ('let squares _ = 7;;\n#use "CANARY";;', None, 0),
     "copies the example": ("let squares l = if l = [ 1; 2 ] then 5 else 7", 0, 1 / 6),
     "a constant": ("let squares _ = 0", 1 / 5, 1 / 6),
-    "a stub": ("let squares _ = failwith \"not implemented\"", 0, 0),
+    "a stub": ('let squares _ = failwith "not implemented"', 0, 0),
 }  # fmt: skip
 SLOW = ("a loop that ignores its signal",)
 
@@ -326,7 +330,7 @@ def canary():
         assert {path.name: path.read_text() for path in Path(folder).iterdir()} == {"canary": "alive"}
 
 
-def tests_earned(problem, text):
+def share_of_tests(problem, text):
     """The share of the tests that an answer earns; None if it has no right type."""
     judge.cache_clear()
     pieces = {name: value for name, value, *_ in grade(ask(problem, BYTES), text).pieces if name != "runaway"}
@@ -337,7 +341,7 @@ def tests_earned(problem, text):
 def test_a_hack_earns_what_it_has_computed_and_the_next_right_answer_everything(name, squares, canary):
     hack, wanted, _ = HACKS[name]
     hack = hack.replace("CANARY", str(canary))
-    assert tests_earned(squares, hack) == (None if wanted is None else pytest.approx(wanted))
+    assert share_of_tests(squares, hack) == (None if wanted is None else pytest.approx(wanted))
     assert a_right_answer_is_right(squares)
 
 
@@ -360,8 +364,8 @@ def usual_verifier(answer, folder):
 
 @pytest.mark.slow
 def test_the_usual_verifier_lets_through_what_the_table_says(tmp_path):
-    lets_through = {name: usual_verifier(hack, tmp_path) for name, (hack, _, wanted) in HACKS.items() if wanted is not None}
-    assert lets_through == {name: pytest.approx(HACKS[name][2]) for name in lets_through}
+    for name, (hack, _, wanted) in HACKS.items():
+        assert wanted is None or usual_verifier(hack, tmp_path) == pytest.approx(wanted), name
 
 
 def test_the_table_of_the_documentation_has_each_hack():
@@ -373,12 +377,12 @@ def test_the_table_of_the_documentation_has_each_hack():
 
 
 HONEST = (  # side effects that a right answer may have
-    "print_string \"5\\n=5\"; flush stdout; prerr_endline \"x\";",
-    "Format.(set_margin 2; set_max_indent 1; printf \"@[%d@]@.\" 5);",
+    'print_string "5\\n=5"; flush stdout; prerr_endline "x";',
+    'Format.(set_margin 2; set_max_indent 1; printf "@[%d@]@." 5);',
     "ignore (Sys.opaque_identity (Array.make 100000 0)); Gc.full_major ();",
     "Random.self_init (); ignore (Random.int 5);",
-    "(try ignore (open_in \"/etc/passwd\") with _ -> ());",
-    "at_exit (fun () -> print_endline \"bye\");",
+    '(try ignore (open_in "/etc/passwd") with _ -> ());',
+    'at_exit (fun () -> print_endline "bye");',
 )
 
 
@@ -393,9 +397,17 @@ def test_left_sides_mean_what_they_meant_to_the_author_of_the_tests():
     text = "(** The digits of n. *)\nlet digits (n : int) : string ="
     problem = prepare("digits", text, assertions("int_of_string (digits 12) = 12", "String.length (digits 345) = 3"))
     assert earned(problem, "string_of_int n") == 1
-    shadowed = "let last = ref 0 let digits n = last := n; \"\" let int_of_string _ = !last "
+    shadowed = 'let last = ref 0 let digits n = last := n; "" let int_of_string _ = !last '
     shadowed += "module String = struct let length _ = 3 end"
     assert earned(problem, shadowed) == pytest.approx(0.3)
+
+
+def test_a_type_of_the_same_name_with_other_constructors_is_another_type(problems):
+    problem, body = problems["tree_insert"], ROWS["tree_insert"]["solution"]
+    again = "type tree = {}\nlet rec insert x t =\n" + body
+    assert earned(problem, again.format("Leaf\n  | Node of tree * int * tree (* the same *)")) == pytest.approx(0.1)
+    assert earned(problem, again.format("Leaf | Node of tree * int * tree")) == 1
+    assert earned(problem, again.format("Node of tree * int * tree | Leaf")) == pytest.approx(0.1)
 
 
 def test_a_value_of_any_type_is_printed_in_full_or_not_at_all():
@@ -407,7 +419,7 @@ def test_a_value_of_any_type_is_printed_in_full_or_not_at_all():
     for wrong in ("0.10000000000000002", "nan", "infinity"):
         assert earned(problem, right.replace("0.1 ", f"{wrong} ")) == pytest.approx(0.3 + 0.7 * 2 / 3)
     cyclic = right.replace("[ A 0.1 ]", "(let rec l = A 0.1 :: l in l)")
-    long = right.replace("[ A 0.1 ]", "List.init 1000000 (fun _ -> A 0.1)")
+    long = right.replace("[ A 0.1 ]", "List.init 50000 (fun _ -> A 0.1)")
     deep = right.replace("[ A 0.1 ]", "(let r = ref [] in for _ = 1 to 100000 do r := [ B { x = !r } ] done; !r)")
     assert [earned(problem, text) for text in (cyclic, long, deep)] == pytest.approx([0.3 + 0.7 * 2 / 3] * 3)
 
@@ -421,7 +433,7 @@ def test_frames_are_read_up_to_the_first_that_is_not_well_formed():
 def test_the_process_that_forks_is_the_same_after_each_answer_and_is_replaced_when_it_dies(squares):
     process = toplevel()[0]
     for name in ("frames in every file", "a stack overflow", "kills", "stops itself", "forks"):
-        tests_earned(squares, HACKS[name][0])
+        share_of_tests(squares, HACKS[name][0])
         assert toplevel()[0] is process, name
     process.kill()
     process.wait()
@@ -442,10 +454,10 @@ LEAVES = ["l", "[]", "[1; 2]", "List.rev l", "(List.map succ l)", "(try List.tl 
 NODES = ["({} @ {})", "(let r = ref {} in r := {}; !r)", "(match {} with [] -> {} | x :: rest -> x :: rest)"]
 NODES += ["(if {} = {} then l else [3])", "(try raise Exit with Exit -> {} | Not_found -> {})"]
 NODES += ["(let a = Array.of_list {} in for i = 0 to 2 do ignore i done; Array.to_list a @ {})"]
-NODES += ["(let h = Hashtbl.create 1 in Hashtbl.add h 0 {}; Hashtbl.find h 0 @ {})", "(List.filter (fun x -> x > 0) {} @ {})"]
-POISON = ["exit 0", "print_string \"=5\"", "Obj.magic 5", "Sys.remove \"CANARY\"", "Unix.kill (-1) 9", "raise Exit"]
-POISON += ["Toploop.print_out_value := (fun _ _ -> ())", "ignore (Unix.fork ())", "Gc.compact ()", "failwith \"x\""]
-POISON += ["at_exit (fun () -> print_string \"5\")", "ignore (Sys.command \"echo dead > CANARY\")", "assert false"]
+NODES += ["(let h = Hashtbl.create 1 in Hashtbl.add h 0 {}; Hashtbl.find h 0 @ {})", "(List.filter ((<) 0) {} @ {})"]
+POISON = ["exit 0", 'print_string "=5"', "Obj.magic 5", 'Sys.remove "CANARY"', "Unix.kill (-1) 9", "raise Exit"]
+POISON += ["Toploop.print_out_value := (fun _ _ -> ())", "ignore (Unix.fork ())", "Gc.compact ()", 'failwith "x"']
+POISON += ['at_exit (fun () -> print_string "5")', 'ignore (Sys.command "echo dead > CANARY")', "assert false"]
 
 
 def made(rng, depth):
@@ -480,11 +492,12 @@ def test_two_thousand_programs_made_at_random_leave_no_trace(squares, canary):
 # Mutants of the reference solutions
 
 CHANGES = {
-    "operator": [(r" \+ ", " - "), (r" - ", " + "), (r" \* ", " + "), (r" / ", " * "), (r" < ", " <= "), (" > ", " >= ")]
-    + [(" >= ", " > "), (" <= ", " < "), (r" = (?=[^\n]*(?:then|->))", " <> "), (" <> ", " = "), (" && ", " || ")],
+    "operator": [(r" \+ ", " - "), (r" - ", " + "), (r" \* ", " + "), (r" / ", " * "), (r" < ", " <= ")]
+    + [(" > ", " >= "), (" >= ", " > "), (" <= ", " < "), (r" = (?=[^\n]*(?:then|->))", " <> "), (" <> ", " = ")]
+    + [(" && ", " || ")],
     "constant": [(r"\b0\b", "1"), (r"\b1\b", "2"), (r"\btrue\b", "false"), (r"\bfalse\b", "true"), ('""', '"?"')],
     "branch": [("if (.*?) then", r"if not (\1) then"), ("when (.*?) ->", r"when not (\1) ->")],
-    "base case": [(r"\[\] -> .*", "[] -> raise Exit"), ("Leaf -> .*", "Leaf -> raise Exit"), ("-> None", "-> raise Exit")],
+    "base case": [(r"(\[\]|Leaf) -> .*", r"\1 -> raise Exit"), ("-> None", "-> raise Exit")],
     "type": [(r"\b\d+\b", r"\g<0>."), (r"\bSome\b", "Ok")],
     "bracket": [(r"\)", ""), (r"\(", "(("), (r"\]", "")],
 }  # fmt: skip
