@@ -164,22 +164,27 @@ def end(process):
 @cache
 def wall_stands():
     """Whether this machine can build the outer wall."""
+    why = no_wall()
+    if why:
+        warning = f"warning: OCaml runs without its outer wall, which cannot be built here: {why}"
+        print(warning, file=sys.stderr, flush=True)
+    return not why
+
+
+def no_wall():
+    """Why this machine cannot build the outer wall; empty if it can."""
     if not all(map(shutil.which, ("ocaml", "ocamlc"))):
         fail("OCaml, which judges the answers of this task, was not found: `apt install ocaml`.")
     if not all(map(shutil.which, ("prlimit", "setpriv"))):
         fail("prlimit and setpriv, which set bounds to answers, were not found; this task needs Linux with util-linux.")
     if not all(map(shutil.which, ("bwrap", "ldd"))):
-        why = "bubblewrap or ldd is not installed"
-    elif platform.machine() not in SYSTEM_CALLS:
-        why = f"the system calls of {platform.machine()} are not listed"
-    else:
-        process = start(SOURCE, walled=True, stderr=subprocess.PIPE)
-        ready = process.stdout.readline() == b"ready\n"
-        why = end(process)[1].decode(errors="replace").strip().rpartition("\n")[2]
-        if ready:
-            return True
-    print(f"warning: OCaml runs without its outer wall, which cannot be built here: {why}", file=sys.stderr, flush=True)
-    return False
+        return "bubblewrap or ldd is not installed"
+    if platform.machine() not in SYSTEM_CALLS:
+        return f"the system calls of {platform.machine()} are not listed"
+    process = start(SOURCE, walled=True, stderr=subprocess.PIPE)
+    ready = process.stdout.readline() == b"ready\n"
+    why = end(process)[1].decode(errors="replace").strip().rpartition("\n")[2]
+    return "" if ready else why or "OCaml ends at once"
 
 
 @cache
@@ -194,8 +199,9 @@ def compiled(source):
     return folder
 
 
-def start(source, walled, stderr=subprocess.DEVNULL):
-    """The toplevel of OCaml, which runs a file within bounds and, if `walled`, behind the outer wall."""
+def start(source, walled, stderr=subprocess.DEVNULL, kept=()):
+    """The toplevel of OCaml, which runs a file within bounds and, if `walled`, behind the outer wall. It can use the
+    standard files and those with the numbers `kept`."""
     file = f"{compiled(source).name}/judge.cmo"
     ocamlrun, ocaml, prlimit = programs = [shutil.which(name) for name in ("ocamlrun", "ocaml", "prlimit")]
     with open(file, "rb") as code, tempfile.TemporaryFile() as seccomp:
@@ -213,7 +219,7 @@ def start(source, walled, stderr=subprocess.DEVNULL):
         command += [ocamlrun, ocaml, "-noinit", *OCAML, "unix.cma", file]
         options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         options |= dict(cwd="/", env={"PATH": os.environ["PATH"]}, start_new_session=True)  # without our Ctrl-C
-        return subprocess.Popen(command, pass_fds=[code.fileno(), seccomp.fileno()], **options)
+        return subprocess.Popen(command, pass_fds=[code.fileno(), seccomp.fileno(), *kept], **options)
 
 
 def output_of(*command):
