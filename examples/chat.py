@@ -1,8 +1,11 @@
-"""Chats in the form that an instruction-tuned model knows, made by its folder's template. No message can break it."""
+"""Chats in the form that an instruction-tuned model knows, made by its folder's template. No message can break it.
+
+`prompt` and `is_held_out` are for tasks whose questions are texts: examples/jsonl.py and examples/gym.py."""
 
 import functools
 import json
 import re
+import zlib
 from datetime import datetime
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -57,6 +60,26 @@ def chat(config, messages, **options):
         fail(f"the model's chat template fails: {type(error).__name__}: {error}")
     pieces = [piece for piece in pieces if piece]
     return tuple(Special(p) if p in tokenizer.special else p.translate(shown_names) for p in pieces)
+
+
+def prompt(config, question, system="", examples=()):
+    """The prompt of a question: a chat if the model's folder has a template, or else plain text with the same parts.
+    `examples` are pairs (question, answer), shown before it."""
+    if not chat_template(config):
+        shown = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer in examples)
+        return f"{system}\n\n" * bool(system) + f"{shown}Question: {question}\nAnswer:"
+    messages = [{"role": "system", "content": system}] if system else []
+    for asked, answer in examples:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    # A model that can think at length before it answers (Qwen3) would reach the limit first, so it is told not to.
+    return chat(config, [*messages, {"role": "user", "content": question}], enable_thinking=False)
+
+
+def is_held_out(question):
+    """Whether a question is evaluated on and never trained on: one in five, by a hash of its text. So it stays held out
+    when more questions join it, and other spaces or capitals do not make it a new one."""
+    words = " ".join(question.lower().split())
+    return zlib.crc32(words.encode()) % 5 == 0
 
 
 @functools.cache

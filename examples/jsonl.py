@@ -1,0 +1,87 @@
+"""A file of questions and a function: the shortest way from questions of your own to a model that is trained on them.
+
+    TASK=examples/jsonl.py DATA=questions.jsonl ./train.sh
+
+Each line of the file is {"question": "What is 47 + 38?", "answer": 85}; QUESTION and ANSWER name other keys. One
+question in five is held out, by a hash of its text, so it stays held out when the file grows. The function `reward`
+below says what an answer is worth: replace it by your own. docs/tasks.md begins with this file.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from examples.chat import is_held_out, prompt
+from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from nanorook.settings import fail, setting
+from nanorook.task import Grade, Question, runaway
+
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+
+
+def reward(text, answer):
+    """What a text earns, from 0 (wrong) to 1 (right). `answer` is the reference answer of the file."""
+    if answer.startswith("/") and answer.endswith("/"):  # a regular expression, which the text has to contain
+        return 1.0 if re.search(answer[1:-1], text) else 0.0
+    if re.fullmatch(NUMBER, answer):  # a number: the last one that the text names has to be equal to it
+        numbers = [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
+        right = numbers[-1:] == [float(answer.replace(",", ""))]
+        return 1.0 if right else 0.1 if numbers else 0.0
+    if text.strip().lower() == answer.lower():  # any other text: the same one, and nothing else
+        return 1.0
+    return 0.2 if answer.lower() in text.lower() else 0.0
+
+
+DEFAULTS = dict(STEPS=20, BATCH_POSITIONS=8, GROUP_SIZE=16, LR=5e-5, WARMUP_STEPS=2, KL_COEF=0.03)
+DEFAULTS |= dict(TEMPERATURE=1.0, EVAL_POSITIONS=200, EVAL_EVERY=0, SAVE_EVERY=100)
+DEFAULTS |= dict(MICROBATCH_TOKENS=1024, OUT_DIR="runs/jsonl")
+DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=10.0)  # a short answer can be far from what a chat model would say
+LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
+QUESTION = setting("QUESTION", "question", "the key of a line's question in the file that DATA names")
+ANSWER = setting("ANSWER", "answer", "the key of its reference answer")
+SYSTEM = setting("SYSTEM", "", "a system prompt, which may show the form of an answer")
+MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 64, "the most tokens of an answer, its end token included", low=2)
+LIMITS = {"jsonl": MAX_NEW_TOKENS}
+
+
+def load(source, config):
+    """(training items, held-out items), each the (question, answer) of a line."""
+    if source == "builtin":
+        fail("name a file of questions: DATA=questions.jsonl, with a question and an answer on each line.")
+    items = read(source)
+    held_out = [item for item in items if is_held_out(item[0])]
+    return [item for item in items if not is_held_out(item[0])], held_out
+
+
+def read(file):
+    items = []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        fail(f"DATA={file} cannot be read: {error}")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            question, answer = item[QUESTION], item[ANSWER]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            fail(f"{file}, line {number}: expected JSON with the keys {QUESTION} and {ANSWER}, "
+                 f"{type(error).__name__}: {error}.")  # fmt: skip
+        if not isinstance(question, str) or not isinstance(answer, str | int | float) or not str(answer).strip():
+            fail(f"{file}, line {number}: the question has to be a text, and the answer a text or a number.")
+        items.append((question, str(answer).strip()))
+    return items
+
+
+def make_questions(items, count, rng, config):
+    chosen = rng.sample(items, count)
+    return [Question("jsonl", prompt(config, question, SYSTEM), answer) for question, answer in chosen]
+
+
+def grade(question, text, hit_limit=False):
+    worth = reward(text, question.truth)
+    pieces = [("reward", worth)]
+    if hit_limit:
+        pieces.append(runaway(pieces))
+    return Grade(tuple(pieces), {"right": float(worth == 1)})
