@@ -135,7 +135,8 @@ STAGES = {
 def test_each_stage_pays(text):
     assert grade(text).reward == pytest.approx(STAGES[text])
     assert grade(text, hit_limit=True).reward == pytest.approx(STAGES[text] * 0.3)
-    assert grade_answers(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])[0].grade == grade(text)  # it keeps the contract
+    (checked,) = grade_answers(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])
+    assert checked.grade == grade(text)  # it keeps the contract
 
 
 def coder():

@@ -20,7 +20,7 @@ from examples.ocaml_problems import Problem, ask, grade
 from examples.ocaml_toplevel import Verdict, frames_of, judge, prepare, toplevel
 from examples.ocaml_verifier import BOUNDS, no_wall
 from examples.start import make_start_model
-from nanorook.task import graded, prompt_text
+from nanorook.task import grade_answers, prompt_text
 from nanorook.tokenizer import Special, Tokenizer
 from rollout import Answer
 
@@ -197,7 +197,7 @@ LADDER = {  # answers to squares and what they earn: 0.14 for each of the five v
 def test_each_rung_pays_and_an_answer_without_an_end_is_multiplied(text, squares):
     question = ask(squares, BYTES)
     for hit_limit, factor in ((False, 1), (True, 0.3)):
-        got = graded(ocaml_problems, [Answer(question, text, [], hit_limit)])[0].grade  # it keeps the contract
+        got = grade_answers(ocaml_problems, [Answer(question, text, [], hit_limit)])[0].grade  # it keeps the contract
         assert got.reward == pytest.approx(LADDER[text] * factor)
     assert grade(question, text).metrics["right"] == (LADDER[text] == 1)
 
@@ -220,7 +220,7 @@ def test_style_costs_a_tenth_at_most_and_each_piece_judges_its_characters(square
         (f"```\n0\n```\n```\n1\n```{fence} Done.", 0.9),
         (f"{fence}\n```\nlet\n```\nDone.", 0.0),  # the last one counts, and it earns nothing that could be taken away
     ):
-        got = graded(ocaml_problems, [Answer(ask(squares, BYTES), text, [], False)])[0].grade
+        got = grade_answers(ocaml_problems, [Answer(ask(squares, BYTES), text, [], False)])[0].grade
         assert got.reward == pytest.approx(reward), text
         pieces = {name: [text[a:b] for a, b in spans] for name, _, *spans in got.pieces}
         code = re.findall(r"```[^`]*```", text)

@@ -30,13 +30,13 @@ from nanorook import settings
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
+import architectures
 import train
-from model import GPT
 from nanorook import hardware
 from nanorook.settings import fail, number, output_file
 from nanorook.statistics import interval, over_seeds, shared_variance, spread, with_interval
 from nanorook.tables import table
-from nanorook.task import load_items, make_questions
+from nanorook.task import draw_questions, load_items
 from tools import exact
 
 BANDS = 0, 0.002, 0.01, 0.05, 0.2, 1  # of the start's probability of a right answer
@@ -233,7 +233,7 @@ def listed_questions(config, training, most):
     items, held_out = load_items(train.task, train.DATA, config)
     asked = items if training else held_out
     count = min(len(asked), most or len(held_out) or len(asked))
-    questions = make_questions(train.task, asked, count, random.Random(train.SEED), config) if count else []
+    questions = draw_questions(train.task, asked, count, random.Random(train.SEED), config) if count else []
     questions = exact.listed(train.task, questions)
     return [question for question in questions if len({*question.rewards}) > 1]
 
@@ -256,7 +256,7 @@ def main():
     if not models:
         p.error("name a trained model after its start.")
     device, _ = hardware.prepare(train.DEVICE, "float32")
-    start = GPT.load(a.start).to(device)
+    start = architectures.load(a.start).to(device)
     questions = listed_questions(start.config, a.training, a.questions)
     if not questions:
         fail(
@@ -264,7 +264,7 @@ def main():
         )
     kinds = np.array([question.question.kind for question in questions])
     before = policy(start, questions)
-    after = [policy(GPT.load(name).to(device), questions) for name in models]
+    after = [policy(architectures.load(name).to(device), questions) for name in models]
     for kind in dict.fromkeys(kinds.tolist()):
         some = kinds == kind
         of_kind, *of_models = (Policy(*(x[some] for x in side)) for side in (before, *after))

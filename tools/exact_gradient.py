@@ -9,7 +9,6 @@ not listed earns 0. The model is written to OUT_DIR/model, where tools.evaluate 
 """
 
 import json
-import math
 import random
 import time
 from pathlib import Path
@@ -22,12 +21,12 @@ from nanorook.settings import fail, heading, setting
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
+import architectures
 import grpo
 import train
-from model import GPT
 from nanorook import hardware
 from nanorook.run import write
-from nanorook.task import load_items, make_questions, start_model
+from nanorook.task import draw_questions, load_items, start_folder
 from tools import exact
 
 heading("The exact gradient")
@@ -106,7 +105,7 @@ def main():
     if out.exists() and any(out.iterdir()):
         fail(f"OUT_DIR={out} is not empty; name another folder for the model.")
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
-    model = GPT.load(train.MODEL or start_model(train.task)).to(device).set_compute_dtype(dtype)
+    model = architectures.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     reference, optimizers = train.make_reference(model), train.make_optimizers(model)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < train.BATCH_POSITIONS:
@@ -116,12 +115,11 @@ def main():
     started = time.time()
     for step in range(train.STEPS):
         rng = random.Random(f"{train.SEED}/{step}")
-        asked = make_questions(train.task, items, train.BATCH_POSITIONS, rng, model.config)
+        asked = draw_questions(train.task, items, train.BATCH_POSITIONS, rng, model.config)
         questions = exact.listed(train.task, asked)
         if not questions:
             fail(f"TASK={train.TASK} lists the answers to none of its questions; see answers in nanorook/task.py.")
-        falling = train.BEST_OF * grpo.schedule(step, train.STEPS, 0, train.BEST_OF_SCHEDULE)
-        reward, kl = step_gradient(model, reference, questions, math.ceil(round(falling, 9)))
+        reward, kl = step_gradient(model, reference, questions, train.best_of_at(step))
         factor = grpo.schedule(step, train.STEPS, train.WARMUP_STEPS, train.LR_SCHEDULE)
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.MAX_GRAD_NORM)
         for optimizer in optimizers:
