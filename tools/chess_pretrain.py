@@ -69,7 +69,7 @@ def arguments():
     p.add_argument("--layers", type=count, default=6, help="12 for GPT-2 124M")
     p.add_argument("--width", type=count, default=256, help="768 for GPT-2 124M")
     p.add_argument("--heads", type=count, default=8, help="12 for GPT-2 124M")
-    p.add_argument("--positions", type=number(int, POSITIONS), default=320, help="tokens in a text; 1024 for GPT-2 124M")
+    p.add_argument("--positions", type=number(int, POSITIONS), default=320, help="tokens of a text; GPT-2: 1024")
     p.add_argument("--steps", type=count, default=32000, help="number of steps, from the beginning of the run")
     p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
     p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="steps until L: texts have faded")
