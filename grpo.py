@@ -24,25 +24,7 @@ MAX_LOG_RATIO = 20.0
 MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weights
 
 
-# ---- Credit and advantages ---------------------------------------------------------------------------------
-
-
-def credit(rewards, ends, T):
-    """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
-    `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
-    `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
-    last character is in. A piece without spans judges all tokens, and so does one that an answer lacks, with a 0."""
-    names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
-    values = np.zeros((len(rewards), len(names)), dtype=np.float32)
-    piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
-    for n, pieces in enumerate(rewards):
-        for name, value, *spans in pieces:
-            k = names.index(name)
-            values[n, k] = value
-            piece_mask[n, :, k] = 0 if spans else 1
-            for start, end in spans:
-                piece_mask[n, bisect_right(ends[n], start) : bisect_right(ends[n], end), k] = 1
-    return torch.from_numpy(values), torch.from_numpy(piece_mask)
+# ---- Advantages and credit ---------------------------------------------------------------------------------
 
 
 def advantages(values, group_size, scale="none", best_of=1):
@@ -55,10 +37,12 @@ def advantages(values, group_size, scale="none", best_of=1):
     groups = values.unflatten(0, (-1, group_size))  # (B, G, K)
     result = groups - groups.mean(1, keepdim=True)
     if scale == "mean" or best_of > 1:
-        result = advantages_by_rank(groups, weights_by_rank(group_size, scale, best_of))
+        weights = weights_by_rank(group_size, scale, best_of)
+        result = advantages_by_rank(groups, weights)
     if scale == "std":
         result = result / (deviation(groups) + 1e-4)
-    alike = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= 1e-6  # (B, 1, K)
+    highest, lowest = groups.amax(1, keepdim=True), groups.amin(1, keepdim=True)  # (B, 1, K)
+    alike = highest - lowest <= 1e-6
     return result.masked_fill(alike, 0).flatten(0, 1)  # their advantages are 0, not the mean's rounding error
 
 
@@ -87,8 +71,10 @@ def weights_by_rank(G, scale, best_of):
         factors = {best_of: 1}
     weights = []
     for c in range(G - 1, 0, -1):  # from the lowest difference to the highest
-        terms = [math.comb(G - 1 - c, j - 1) / math.comb(G - 1, j - 1) * factor for j, factor in factors.items()]
-        weights.append(sum(terms))
+        weight = 0
+        for j, factor in factors.items():
+            weight += math.comb(G - 1 - c, j - 1) / math.comb(G - 1, j - 1) * factor
+        weights.append(weight)
     return weights
 
 
@@ -108,7 +94,8 @@ def advantages_by_rank(groups, weights):
     rewards, order = groups.sum(2).sort(1)  # (B, G)
     order = order[..., None].expand_as(groups)
     ordered = groups.gather(1, order)  # (B, G, K)
-    begins = F.pad(rewards.diff(dim=1) > 1e-6, (1, 0), value=True)  # (B, G): whether an answer is its block's first one
+    is_higher = rewards.diff(dim=1) > 1e-6  # (B, G - 1): than the answer before
+    begins = F.pad(is_higher, (1, 0), value=True)  # (B, G): whether an answer is its block's first one
     block = begins.cumsum(1) - 1  # (B, G): the number of each answer's block
 
     def sum_of_block(x):
@@ -117,13 +104,33 @@ def advantages_by_rank(groups, weights):
 
     means = sum_of_block(ordered) / sum_of_block(torch.ones_like(ordered))  # (B, G, K)
     weights = torch.tensor([0.0, *weights], dtype=groups.dtype)[:, None]  # (G, 1): there is nothing below the lowest
-    climbed = (weights * means.diff(dim=1, prepend=means[:, :1])).cumsum(1)  # (B, G, K)
+    steps = means.diff(dim=1, prepend=means[:, :1])  # (B, G, K)
+    climbed = (weights * steps).cumsum(1)
 
     inside = (~begins)[..., None].to(groups.dtype)  # (B, G, 1)
     weight_inside = sum_of_block(weights * inside) / sum_of_block(inside).clamp(min=1)
     paid = climbed + weight_inside * (ordered - means)
     paid = torch.empty_like(paid).scatter(1, order, paid)  # back in the order of the answers
     return paid - paid.mean(1, keepdim=True)
+
+
+def credit(rewards, ends, T):
+    """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
+    `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
+    `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
+    last character is in. A piece without spans judges all tokens, and so does one that an answer lacks, with a 0."""
+    names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
+    values = np.zeros((len(rewards), len(names)), dtype=np.float32)
+    piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
+    for n, pieces in enumerate(rewards):
+        for name, value, *spans in pieces:
+            k = names.index(name)
+            values[n, k] = value
+            piece_mask[n, :, k] = 0 if spans else 1
+            for start, end in spans:
+                first, last = bisect_right(ends[n], start), bisect_right(ends[n], end)
+                piece_mask[n, first:last, k] = 1
+    return torch.from_numpy(values), torch.from_numpy(piece_mask)
 
 
 # ---- The policy loss ---------------------------------------------------------------------------------------

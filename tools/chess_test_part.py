@@ -108,7 +108,7 @@ def main():
              f"--positions {a.positions}; give more files.")  # fmt: skip
     known |= {board_key(position.fen) for position in drawn}
     mates = new_mates(a.mates, known, a.seed)
-    lines = [*map(label.write_position, drawn), *mates]
+    lines = [*map(chess_label.write_position, drawn), *mates]
     with open(a.out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
         zipped.write("".join(f"{line}\n" for line in lines).encode())
     print(f"{a.out}: {len(drawn)} positions, {len(mates)} with a mate in one, {os.path.getsize(a.out) / 1e6:.2f} MB.")
