@@ -19,6 +19,7 @@ from tqdm import tqdm
 from nanorook.settings import fail, number, output_file
 from rook import mating, positions
 from rook.positions import board_key, held_out, mating_moves
+from tools import chess_label
 
 # Games: random half-moves first, then greedy moves and a share of random ones.
 MOST_OPENING = 20
