@@ -37,6 +37,14 @@ RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a posit
 DEFAULTS = {"KL_COEF": 0.2, "WARMUP_STEPS": 25}
 KL_WEIGHTS = {"mates": MATES_KL}
 LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV, "moves": 6, "mates": 6}  # moves: "e7e8q "
+NAMES = {  # of the figures that a verdict names first
+    "mates mate": "mates found",
+    "moves legal": "legal moves",
+    "moves top5": "moves among the engine's five best",
+    "moves best": "best moves",
+    "policy legal": "legal moves in whole answers",
+    "environment next_state": "right next positions",
+}
 ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, next states after illegal moves mostly got worse
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in eleven
 

@@ -35,6 +35,7 @@ from nanorook.task import (
     grade_answers,
     load_items,
     load_task,
+    names_of,
     prompt_ids,
     shuffled,
     start_folder,
@@ -113,7 +114,9 @@ def main():
     run, model, reference, optimizers, items, eval_questions = start()
     is_lead = parallel.rank() == 0
     sampler = model.inference_copy(model.dtype)
-    past = monitor.open_log(run, model, eval_questions) if is_lead else []  # metrics of the steps so far
+    past = []  # metrics of the steps so far
+    if is_lead:
+        past = monitor.open_log(run, model, eval_questions, names_of(task))
     if is_lead and REPORT_TO != "none":
         run.report = loggers.connect(REPORT_TO, run)
     if not run.skill:

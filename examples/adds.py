@@ -26,6 +26,7 @@ LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # Digits are tokens of their own: "47 + 38 = 85." has 11 tokens and the end token.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 16, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"adds": MAX_NEW_TOKENS}
+NAMES = {"adds right": "right sums", "adds alone": "nothing but the sum"}
 SYSTEM = "You are a calculator. Example: 12 + 34 = 46."
 EXAMPLES = ((23, 41), (58, 67), (36, 90), (14, 79), (85, 85), (31, 48), (17, 66), (59, 72))
 SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=len(EXAMPLES))

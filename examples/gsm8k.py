@@ -29,6 +29,7 @@ DEFAULTS |= dict(CLIP_RANGE_HIGH=0.28, SCALE_REWARDS="none", EVAL_POSITIONS=500,
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 300, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"gsm8k": MAX_NEW_TOKENS}
+NAMES = {"gsm8k right": "right results"}
 START = "Qwen/Qwen2.5-0.5B-Instruct"
 PUBLISHED = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
 DOWNLOADED = ROOT / "runs" / "gsm8k-data"

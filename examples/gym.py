@@ -36,6 +36,7 @@ MOST_SHOTS = 16
 SHOTS = setting("SHOTS", 0, "worked examples before the question", low=0, high=MOST_SHOTS)
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 32, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"gym": MAX_NEW_TOKENS}
+NAMES = {"gym right": "right answers"}
 
 VERSION = "0.1.25"  # whose scorers have all been read for the list below
 RUNS = "its scorer would run the answer as a Python program"  # by eval

@@ -42,6 +42,7 @@ ANSWER = setting("ANSWER", "answer", "the key of its reference answer")
 SYSTEM = setting("SYSTEM", "", "a system prompt, which may show the form of an answer")
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 64, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"jsonl": MAX_NEW_TOKENS}
+NAMES = {"jsonl right": "right answers"}
 
 
 def load(source, config):

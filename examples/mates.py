@@ -23,6 +23,7 @@ DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0
 DEFAULTS |= dict(WARMUP_STEPS=5, EVAL_EVERY=0, OUT_DIR="runs/mates")
 LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show, answers = rewards.start_model, rewards.show, rewards.answers
+NAMES = rewards.NAMES
 WEIGHTS = {  # what each rung pays
     "mates": {"structure": 0.05, "legal": 0.15, "check": 0.2, "mate": 0.6},
     "moves": {"structure": 0.05, "legal": 0.95},

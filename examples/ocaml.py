@@ -28,6 +28,7 @@ DEFAULTS = dict(STEPS=50, BATCH_POSITIONS=16, GROUP_SIZE=16, LR=1e-3, EVAL_POSIT
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/ocaml", DTYPE="float32", COMPILE="0")
 # In tokens: those of the start model are bytes, of which the longest answer that it was shown has 24.
 LIMITS = {"ocaml": 40, "coder": 200}
+NAMES = {"ocaml right": "right programs", "ocaml typed": "programs of the right type"}
 START = ROOT / "runs" / "ocaml-start"
 WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 

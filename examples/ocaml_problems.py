@@ -30,6 +30,7 @@ DEFAULTS |= dict(OUT_DIR="runs/ocaml-problems")
 LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 400, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"ocaml": MAX_NEW_TOKENS}
+NAMES = {"ocaml right": "right programs", "ocaml typed": "programs of the right type"}
 PROBLEMS = ROOT / "data" / "ocaml_problems.jsonl"
 WEIGHTS = {"parse": 0.1, "type": 0.2, "tests": 0.7}
 STYLE = -0.05  # for more than one fence, and again for words after the last one

@@ -26,6 +26,7 @@ LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 # With a line for each key a record has 29 tokens and the end token; on one line it has 23.
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 32, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"records": MAX_NEW_TOKENS}
+NAMES = {"records right": "right records", "records json": "JSON and nothing else"}
 NAMES = """Lena Omar Ruth Igor Nina Hugo Mary Ivan Rosa Paul Emma Noah Anna Karl Lucy Adam Vera Felix Clara Simon
 Alice Peter Sofia Oscar Julia David Laura Jonas Maria Frank Diana Bruno Helen Tomas Irene Henry""".split()
 CITIES = """Oslo Lima Paris Turin Rome Cairo Delhi Dublin Vienna Madrid Berlin London Tokyo Moscow Athens Lisbon Warsaw

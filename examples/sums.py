@@ -19,6 +19,7 @@ DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/sums", DTYPE="float32", COMPILE="0")
 SUMS_REWARD = setting("SUMS_REWARD", "steps", "pay for the result alone, or for the steps too", ("result", "steps"))
 LIMITS = {"sums": 36}  # tokens of an answer, which are bytes; the longest right one has 27 and the end token
+NAMES = {"sums result": "right results", "sums working": "right workings"}
 START = ROOT / "runs" / "sums-start"
 WORDS = {"+": ("gets", "wins"), "-": ("eats", "uses")}
 SIGNS = {word: sign for sign, words in WORDS.items() for word in words}

@@ -14,10 +14,16 @@ import functools
 import json
 import re
 
+import rewards
+from examples import adds, letters, ocaml, records, sums
 from nanorook.settings import ROOT
+from nanorook.tables import row_name
 from tools import sweep
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = {}
+for task in (rewards, letters, sums, ocaml, adds, records):
+    NAMES |= task.NAMES
 BLOCK = re.compile(r"(<!-- table\n(.*?)-->\n\n?)((?:\|[^\n]*\n)*)", re.DOTALL)
 
 
@@ -31,8 +37,7 @@ def rows_of(file):
 
 
 def in_words(row):
-    name = re.sub(r" T=(\S+)", lambda t: ", greedy" if t[1] == "0" else ", sampled", row[0])
-    return f"| {' | '.join([name, *row[1:]])} |\n"
+    return f"| {' | '.join([row_name(row[0], NAMES), *row[1:]])} |\n"
 
 
 def table(request):

@@ -234,15 +234,15 @@ def introduction(model, source, task, items, held_out, microbatch):
     )
 
 
-def open_log(run, model, questions):
+def open_log(run, model, questions, names):
     """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json, the first
-    file of a run, names the settings that were changed on the way and the held-out questions, in the order of
-    figures(), for comparisons with other runs."""
+    file of a run, has the settings that were changed on the way, the task's NAMES of figures and, for comparisons with
+    other runs, the held-out questions in the order of figures()."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
     about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK
     about |= describe("./train.sh", model.wte.weight.device, model.dtype)
-    about |= {"changes": run.changes, "processes": parallel.world(), "questions": {}}
+    about |= {"changes": run.changes, "processes": parallel.world(), "names": names, "questions": {}}
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     write(run.out / "run.json", json.dumps(about))

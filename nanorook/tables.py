@@ -13,13 +13,33 @@ def table(rows, markdown=False):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def skill_rows(columns):
-    """The rows of {title: {figure: (mean, half-width, values of the questions)}}; with several columns, also the gain
-    from the first to the last, with a star if its interval excludes zero."""
+def measure_and_way(name):
+    """("mates mate", "greedy") for the figure "mates mate T=0": what is measured, and in which answers."""
+    exact = ", exact" if name.endswith(" exact") else ""
+    name = name.removesuffix(" exact")
+    if " T=" in name:
+        measure, _, temperature = name.partition(" T=")
+        return measure, "greedy" if temperature == "0" else "sampled"
+    if " pass@" in name:
+        measure, _, tries = name.partition(" pass@")
+        return measure, f"pass@{tries}{exact}"
+    return name, exact.removeprefix(", ")
+
+
+def row_name(name, names):
+    """A figure's name for people: "mates found, greedy", where the task's NAMES are {"mates mate": "mates found"}."""
+    measure, way = measure_and_way(name)
+    return ", ".join(part for part in (names.get(measure, measure), way) if part)
+
+
+def skill_rows(columns, names):
+    """The rows of {title: {figure: (mean, half-width, values of the questions)}}, with the task's NAMES; with several
+    columns, also the gain from the first to the last, with a star if its interval excludes zero."""
     skills, several = [*columns.values()], len(columns) > 1
     rows = [["held-out", *columns, *["gain  "] * several]]
     for name in dict.fromkeys(name for skill in skills for name in skill):
-        rows.append([name, *(with_interval(*skill[name][:2]) if name in skill else "" for skill in skills)])
+        cells = [with_interval(*skill[name][:2]) if name in skill else "" for skill in skills]
+        rows.append([row_name(name, names), *cells])
         if several and name in skills[0] and name in skills[-1]:
             mean, half, _ = gain(skills[0][name][2], skills[-1][name][2])
             rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  "))

@@ -68,6 +68,7 @@ class Task(Protocol):
         """What an answer is worth, 1 if it is perfect. `text` is without the end token; `hit_limit`: it was cut off."""
 
     # Optional: KL_WEIGHTS = {kind of question: what KL_COEF is multiplied by for its answers}; 1 for other kinds.
+    # Optional: NAMES = {"kind metric": what people call it}, the main one first: {"mates mate": "mates found"}.
     # Optional: LARGE = True, if DEFAULTS were chosen for a model above 50M parameters, see nanorook/sizes.py.
     # Optional: def question(text, config) -> Question, for a question that a user types in tools.ask.
     # Optional: def answers(question) -> list of texts: the answers that count, each once and with the ending that the
@@ -119,6 +120,9 @@ def load_task(file) -> Task:
     for kind, limit in module.LIMITS.items():
         if type(kind) is not str or not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
             fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind must be one word, its limit at least 1 token.")
+    names = names_of(module)
+    if not isinstance(names, dict) or not all(isinstance(text, str) for pair in names.items() for text in pair):
+        fail(f"TASK={file}: NAMES={names!r} has to be a dict of texts, as nanorook/task.py says.")
     weights = getattr(module, "KL_WEIGHTS", {})
     if not isinstance(weights, dict) or not all(
         kind in module.LIMITS and isinstance(weight, int | float) and 0 <= weight < math.inf
@@ -142,6 +146,11 @@ def module_of(file):
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def names_of(task):
+    """What people call the task's figures, the main one first."""
+    return getattr(task, "NAMES", {})
 
 
 def start_folder(task):

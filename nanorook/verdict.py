@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorook.statistics import beyond_chance, gain, interval, is_share, known
+from nanorook.tables import measure_and_way
 from nanorook.task import kinds_of
 
 WINDOW = 10  # training steps whose mean reward is compared
@@ -35,7 +36,8 @@ def verdict(out):
     collapsed or never earned anything, green if something rose and no reward fell (unless the run is a control), and
     yellow otherwise."""
     out = Path(out)
-    settings, skill = objects(out, "settings", "skill")
+    settings, skill, about = objects(out, "settings", "skill", "run")
+    names = about.get("names", {})
     rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]
     if not rows or not skill:
         return ["● yellow  The run has not made a step yet."]
@@ -53,7 +55,7 @@ def verdict(out):
     if unpaid == kinds:
         state, headline = "red", f"No answer earned anything in {len(rows)} steps: {why_unpaid(rows, kinds)}."
     elif rose:
-        headline = f"Rose on {asked} held-out questions: {in_words(rose, first, last, gains)}."
+        headline = f"Rose on {asked} held-out questions: {in_words(rose, first, last, gains, names)}."
         headline += " That is the noise of one run: as a control, it was not paid for its answers." * control
     elif len(skill) == 1:
         before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
@@ -68,11 +70,11 @@ def verdict(out):
         lines = [before + f"Lower LR from {settings['LR']:g} to {settings['LR'] / 10:g}, or raise KL_COEF "
                  f"(now {settings['KL_COEF']:g}).", *lines[: len(rose)]]  # fmt: skip
     if fell:
-        lines.append(f"Fell: {in_words(fell, first, last, gains)}.")
+        lines.append(f"Fell: {in_words(fell, first, last, gains, names)}.")
     elif gains:
         lines.append("Nothing fell by more than chance explains.")
     if others := [name for name in changed if name not in shares]:
-        lines.append(f"Also changed: {in_words(others, first, last, gains)}.")
+        lines.append(f"Also changed: {in_words(others, first, last, gains, names)}.")
     if unpaid and unpaid != kinds:
         lines.append(f"No answer to {' or '.join(unpaid)} questions earned anything: {why_unpaid(rows, unpaid)}.")
     if right := already_right(first, kinds):
@@ -106,19 +108,28 @@ def more_is_better(name, *skills):
     return " reward " in name or all(is_share(name, skill[name][2]) for skill in skills)
 
 
-def in_words(names, first, last, gains, most=3):
-    """The largest changes, greedy and sampled ones of a figure together."""
-    found = {}
-    for name in sorted(names, key=lambda name: -abs(gains[name][0])):
-        figure, _, heat = name.partition(" T=")
-        scale, unit = (1, "") if " reward " in name or not more_is_better(name, first, last) else (100, " %")
-        digits = 1 if unit or abs(gains[name][0]) >= 10 else 2
-        before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name][:2]))
-        text = f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"
-        how = {"0": " greedy", "": ""}.get(heat, f" at temperature {heat}")  # pass@k has it in its name
-        found.setdefault(figure, []).append(text + how)
-    items = [f"{figure} {', '.join(texts)}" for figure, texts in found.items()]
+def in_words(figures, first, last, gains, names, most=3):
+    """The changes of these figures, greedy and sampled ones of a measure together: those that the task names first,
+    then the largest."""
+    ranks = {measure: rank for rank, measure in enumerate(names)}
+    ordered = sorted(figures, key=lambda name: -abs(gains[name][0]))
+    ordered.sort(key=lambda name: ranks.get(measure_and_way(name)[0], len(ranks)))
+    by_measure = {}
+    for name in ordered:
+        measure, way = measure_and_way(name)
+        if way != "pass@1":  # which are the sampled answers once more
+            by_measure.setdefault(measure, []).append(f"{way} {change(name, first, last, gains)}")
+    items = [f"{names.get(measure, measure)}, {', '.join(texts)}" for measure, texts in by_measure.items()]
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+
+
+def change(name, first, last, gains):
+    """A figure before and after: "20.3 → 31.7 % (+11.3 ± 2.3)"."""
+    is_share = more_is_better(name, first, last) and " reward " not in name
+    scale, unit = (100, " %") if is_share else (1, "")
+    before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name][:2]))
+    digits = 1 if is_share or abs(mean) >= 10 else 2
+    return f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"
 
 
 def collapse(rows, skill, kinds):

@@ -153,10 +153,10 @@ def test_they_also_hold_where_three_seeds_share_a_few_questions(share, pool):
 def test_a_table_has_the_rows_of_all_its_columns_and_marks_what_is_more_than_noise():
     before = {"legal": figure([0, 1, 0, 1]), "loss": figure([0, 1, 2, 3])}
     after = {"legal": figure([1, 1, 1, 1]), "loss": figure([2, 3, 4, 5]), "rare": figure([1.0])}
-    rows = tables.skill_rows({"before": before, "after": after})
+    rows = tables.skill_rows({"before": before, "after": after}, {})
     assert rows[1][3].startswith("+0.500 ± ") and rows[1][3].endswith("  ") and rows[2][3] == "+2.000 ± 0.000 *"
     assert rows[3] == ["rare", "", "1.000", ""]  # of one value alone there is no interval
-    assert tables.skill_rows({"before": before})[1] == ["legal", rows[1][1]]
+    assert tables.skill_rows({"before": before}, {})[1] == ["legal", rows[1][1]]
     small = [["", "n"], ["left", "1"], ["l", "12345"]]
     assert tables.table(small) == "          n\nleft      1\nl     12345"
     assert tables.table(small, markdown=True).splitlines() == [

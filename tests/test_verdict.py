@@ -43,10 +43,10 @@ def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
     skills = {"before": START | tried[0], "step 20": START, "after": RISEN | tried[1]}
     first, fell, cost, then = said(skills, STEADY)
     assert first.startswith(
-        "● green  Rose on 100 held-out questions: q reward 0.20 → 0.80 (+0.60 ± 0.00) greedy, 0.20 →"
+        "● green  Rose on 100 held-out questions: q reward, greedy 0.20 → 0.80 (+0.60 ± 0.00), sampled 0.20 →"
     )
-    assert "at temperature 1; q right 50.0 → 100.0 % (+50.0 ± " in first
-    assert "; q right pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
+    assert "; q right, greedy 50.0 → 100.0 % (+50.0 ± " in first
+    assert ", pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
     assert fell == "Nothing fell by more than chance explains."
     assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 excluding evaluations."
     assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then
@@ -57,9 +57,9 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
     before, after = START | pawns[0], RISEN | {"q reward T=0": [0.15] * N} | pawns[1]
     first, fell, others, *_ = said({"before": before, "after": after}, STEADY)
     assert first.startswith("● yellow  Rose on") and fell.startswith(
-        "Fell: q reward 0.20 → 0.15 (-0.05 ± 0.00) greedy."
+        "Fell: q reward, greedy 0.20 → 0.15 (-0.05 ± 0.00)."
     )
-    assert others == "Also changed: q pawns 2.50 → 4.50 (+2.00 ± 0.00) greedy."  # of no known sense
+    assert others == "Also changed: q pawns, greedy 2.50 → 4.50 (+2.00 ± 0.00)."  # of no known sense
     before, after = START | {"q a_error T=0": [0.1] * N}, START | {"q a_error T=0": [0.9] * N}
     assert said({"before": before, "after": after}, STEADY)[0].startswith("● yellow  Nothing rose")
 

@@ -140,7 +140,7 @@ def with_published(rows):
     """The rows of a table, and below the first row of each set of puzzles, in a new column, what others publish."""
     result, published = [[*rows[0], "published"]], dict(PUBLISHED)
     for row in rows[1:]:
-        theirs = published.pop(row[0].rpartition(" T=")[0], {})
+        theirs = published.pop(row[0].rpartition(", ")[0], {})
         result += [[*row, ""], *([f"  {who}", *[""] * (len(row) - 1), what] for who, what in theirs.items())]
     return result
 
@@ -176,7 +176,9 @@ def main():
     for title, model in zip("AB", models):
         at = {t: measure(model, t, chosen, asked, openings, a.pass_at_k) for t in a.temperature}
         columns[title] = {f"{row} T={t:g}": figure(v) for t, rows in at.items() for row, v in rows.items() if known(v)}
-    rows = with_published(skill_rows(columns)) if a.puzzles else skill_rows(columns)
+    rows = skill_rows(columns, {})
+    if a.puzzles:
+        rows = with_published(rows)
     print(f"{len(chosen)} held-out positions of {' '.join(a.data)}, on {device} in {str(dtype)[6:]}; "
           f"{', '.join(map(' is '.join, zip('AB', a.model)))}\n\n{table(rows, a.markdown)}")  # fmt: skip
 

@@ -32,7 +32,7 @@ import train
 from nanorook import hardware
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
-from nanorook.task import draw_questions, load_items, load_task, start_folder
+from nanorook.task import draw_questions, load_items, load_task, names_of, start_folder
 from tools import exact
 
 
@@ -49,8 +49,10 @@ def main():
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
         if more := [*given, *["--training"] * a.training]:
             fail(f"{models[0]} is a run, and its table is not measured again; for {more[0]}, name {models[0]}/model.")
+        about = file.with_name("run.json")
         try:
-            shown = table(skill_rows(json.loads(file.read_text())), a.markdown)
+            names = json.loads(about.read_text()).get("names", {}) if about.is_file() else {}
+            shown = table(skill_rows(json.loads(file.read_text()), names), a.markdown)
         except Exception as error:  # damage may show anywhere
             fail(f"{file} is damaged ({type(error).__name__}: {error}); for a new table, name {models[0]}/model.")
         print(shown)
@@ -71,7 +73,7 @@ def main():
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
         columns[title] |= exact.figures(model, train.task, questions, train.TEMPERATURE)
     print(f"{count} {kind} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
-    rows = skill_rows(columns)
+    rows = skill_rows(columns, names_of(train.task))
     rows[0][0] = kind
     print(table(rows, a.markdown))
 
