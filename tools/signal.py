@@ -205,8 +205,8 @@ def main():
     device, dtype = model.wte.weight.device, model.dtype
     reference = architectures.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
     source = train.MODEL or start_folder(train.task)
-    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {device} in {str(dtype)[6:]}, "
-          f"SEED={train.SEED}\n", flush=True)  # fmt: skip
+    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {device} in "
+          f"{str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     # A step of each kind, timed: with a learning rate of 0 its update changes nothing
     rollouts, kinds, tokens, spent, clock = [], [], [], Counter(), time.time()
     most = train.plan_memory(model, questions)
