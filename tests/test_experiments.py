@@ -19,7 +19,7 @@ from experiments import estimators, every_question, imitate, seeds, variants
 from nanorook import settings
 from nanorook.statistics import figure
 from nanorook.tables import table as show
-from nanorook.task import make_questions
+from nanorook.task import draw_questions
 from nanorook.tokenizer import Tokenizer
 from toy import ROOT
 
@@ -232,7 +232,7 @@ def test_right_answers_are_imitated_and_only_the_answers(monkeypatch, capsys, gp
     assert before == before_of_trained  # here these are the same questions
     assert before[0] != "100.0%" and after[0] == "100.0%"
     seen = []
-    monkeypatch.setattr(imitate, "make_questions", lambda *a: seen.append([k for k, _ in a[1]]) or make_questions(*a))
+    monkeypatch.setattr(imitate, "draw_questions", lambda *a: seen.append([k for k, _ in a[1]]) or draw_questions(*a))
     monkeypatch.setattr("sys.argv", "imitate weights/tiny --steps 1 --rows 2 --share 0.5".split())
     imitate.main()  # asks about what is held out, then about what it learns from, and learns
     assert [(kinds.count("mates"), kinds.count("moves")) for kinds in seen] == [(4, 4), (2, 4), (2, 4)]
