@@ -74,7 +74,7 @@ def test_transformers_completes_the_same_prompts_with_the_same_weights(title, sm
     bench.transformers_rounds(w, texts, tmp_path, CPU, 1, dict)
     prompts = [model.tokenizer.encode(text) for text in texts]
     assert len({*map(len, prompts)}) == 2 and all(50 <= len(prompt) <= 70 for prompt in prompts)
-    expected = generate(model, prompts, w.group, [w.new] * len(prompts), temperature=0).tokens
+    expected = generate(model, prompts, w.group, [w.new] * len(prompts), temperature=0).completions
     made = [tokens[:, max(map(len, prompts)) :] for tokens in seen]
     assert len(made) == 6 and all(torch.equal(made[i], expected) for i in (0, 1, 3, 4))  # those in fp32
 

@@ -114,8 +114,8 @@ def test_a_prompt_in_pieces_is_asked_shown_and_written(toy_run, tmp_path, monkey
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
     assert prompts and all(prompt.startswith("<|endoftext|><|") for prompt in prompts)
     model = toy.model()
-    ((batch, _),) = sample(model, [Question("short", (Special(END), "ab"), 1)], 2, toy.LIMITS)
-    assert batch.prompts.tolist() == [[256, 97, 98]]
+    [rollout] = sample(model, [Question("short", (Special(END), "ab"), 1)], 2, toy.LIMITS)
+    assert rollout.prompts.tolist() == [[256, 97, 98]]
     for said in (END, text, (END, text)):
         assert prompt_ids(said, model.tokenizer) == list(prompt_text(said).encode())
     monkeypatch.setattr(model.config, "n_positions", 64)

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,6 @@ import toy
 import train
 from model import GPT
 from nanorook.task import Grade
-from rollout import Batch
 from tools import doctor
 
 NAMES = "weights,computing,questions,long completions,short completions,long rewards,short rewards,start,first step"
@@ -39,7 +39,7 @@ def said(found, name, words):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_healthy_batch_passes_every_check(examine, dtype):
+def test_a_healthy_rollout_passes_every_check(examine, dtype):
     found = examine(toy.model().set_compute_dtype(dtype), train.make_reference(toy.model().set_compute_dtype(dtype)))
     assert sorted(found) == sorted(NAMES.split(","))
     assert dtype == torch.bfloat16 or not any(check.sentence for check in found.values()), found
@@ -77,11 +77,11 @@ def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):
     monkeypatch.setattr(toy, "grade", least)
     said(examine(), "rewards", "capped at 0.2: penalise by a factor")
     likely = [SimpleNamespace(question=toy.questions(1)[0], text="abc", grade=least(None, "abc"))] * 8
-    batch = SimpleNamespace(advantages=torch.zeros(8, 3))
-    assert not doctor.rewards(batch, likely).sentence
+    assert not doctor.rewards(SimpleNamespace(answers=likely, advantages=torch.zeros(8, 3))).sentence
     asked, nothing = toy.questions(1)[0], Grade((("all", 0.0),), {"structure": 1.0})
     unpaid = [SimpleNamespace(question=asked, text=str(i), grade=nothing) for i in range(8)]
-    assert not doctor.rewards(batch, unpaid).sentence  # another check says so
+    unpaid = SimpleNamespace(answers=unpaid, advantages=torch.zeros(8, 3))
+    assert not doctor.rewards(unpaid).sentence  # another check says so
 
 
 def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
@@ -97,17 +97,22 @@ def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
 
 
 SPOILED = {
-    "not the text": lambda b: b._replace(tokens=b.tokens.where(b.tokens > 250, b.tokens + 1)),
-    "goes untrained": lambda b: b._replace(completion_mask=b.completion_mask & (b.tokens != 256)),
-    "GROUP_SIZE=4": lambda b: Batch(*b[:2], *(x if x is None else x[::2] for x in b[2:])),
-    "training disagree by": lambda b: b._replace(rollout_logprobs=b.rollout_logprobs - 11.5),
+    "not the text": lambda r: replace(r, completions=r.completions.where(r.completions > 250, r.completions + 1)),
+    "goes untrained": lambda r: replace(r, completion_mask=r.completion_mask & (r.completions != 256)),
+    "GROUP_SIZE=4": lambda r: toy.some_rows(r, [*range(0, len(r.answers), 2)]),
+    "training disagree by": lambda r: replace(r, rollout_logprobs=r.rollout_logprobs - 11.5),
 }
 
 
 @pytest.mark.parametrize("words", SPOILED)
-def test_a_batch_that_is_not_what_was_sampled(examine, monkeypatch, words):
+def test_a_rollout_that_is_not_what_was_sampled(examine, monkeypatch, words):
     add = train.add_advantages
-    monkeypatch.setattr(train, "add_advantages", lambda batch, *rest: SPOILED[words](add(batch, *rest)))
+
+    def spoiled(rollout, *rest):
+        add(rollout, *rest)
+        vars(rollout).update(vars(SPOILED[words](rollout)))
+
+    monkeypatch.setattr(train, "add_advantages", spoiled)
     said(examine(), "start" if "disagree" in words else "completions", words)
 
 
@@ -147,8 +152,12 @@ def test_learning_rates_and_signs(examine, monkeypatch):
 
 def test_a_kind_whose_questions_stop_at_different_texts_is_one_kind(examine, monkeypatch):
     questions = [q._replace(kind="long", stop="e" * (n > 3)) for n, q in enumerate(toy.questions(8))]
-    add, paid = train.add_advantages, iter([1, 0])  # of the two batches only the first is paid
-    scaled = lambda *a: (batch := add(*a))._replace(advantages=batch.advantages * next(paid))  # noqa: E731
+    add, paid = train.add_advantages, iter([1, 0])  # of the two rollouts only the first is paid
+
+    def scaled(rollout, *rest):
+        add(rollout, *rest)
+        rollout.advantages *= next(paid)
+
     monkeypatch.setattr(train, "add_advantages", scaled)
     assert "learning" in examine(questions=questions)
 

@@ -65,9 +65,9 @@ def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monk
     assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
     _, rows = shown(toy_model, toy_model, "EVAL_SAMPLES=1", "SEED=0")
     assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
-    make, items = evaluate.make_questions, []
-    spy = lambda task, some, *rest: items.append(some) or make(task, some, *rest)  # noqa: E731
-    monkeypatch.setattr(evaluate, "make_questions", spy)
+    draw, items = evaluate.draw_questions, []
+    spy = lambda task, some, *rest: items.append(some) or draw(task, some, *rest)  # noqa: E731
+    monkeypatch.setattr(evaluate, "draw_questions", spy)
     first, rows = shown(toy_model, "--training")
     assert first == f"4 training questions of {toy.__file__}: A is {toy_model}" and rows["training"] == ["A"]
     shown(toy_model)
@@ -87,7 +87,7 @@ def test_pass_at_k_is_asked_of_the_same_model_and_questions(toy_settings, toy_ru
     skill, _ = train.evaluate(model, questions, samples=16)
     shares = [skill[f"short even pass@{k}"][0] for k in (1, 4, 16)]
     assert 0 < shares[0] < shares[1] < shares[2] <= 1 and "short even pass@64" not in skill
-    answers = train.answer(model, questions, 0.5, 16)
+    answers = train.answer_questions(model, questions, 0.5, 16)
     assert shares[0] == pytest.approx(fmean(a.grade.metrics["even"] for a in answers if a.question.kind == "short"))
     assert len(skill["short even T=0.5"][2]) == len(skill["short even pass@4"][2])
     toy_run(STEPS=2, EVAL_EVERY=1, EVAL_SAMPLES=4)

@@ -130,7 +130,8 @@ def test_the_embedded_model_answers_with_a_move_and_the_space_that_ends_it(sides
     model = GPT.load(mates.start_model())
     questions = task.draw_questions(mates, sides[1], 16, random.Random(0), model.config)
     assert [question.kind for question in questions] == ["mates"] * 12 + ["moves"] * 4
-    answers = [answer for _, part in sample(model, questions, 1, mates.LIMITS, temperature=0) for answer in part]
+    rollouts = sample(model, questions, 1, mates.LIMITS, temperature=0)
+    answers = [answer for rollout in rollouts for answer in rollout.answers]
     assert all(answer.text.endswith(" ") and len(answer.text) in (5, 6) and not answer.hit_limit for answer in answers)
     assert sum(answer.grade.metrics["legal"] for answer in task.grade_answers(mates, answers)) > 8
 

@@ -52,7 +52,7 @@ def answer_by(monkeypatch, policy=any_move, environment=true_environment):
             fen = contract_board(fen.removesuffix("M:").strip())
             text = environment(fen, rest[0], rest[1].split()) if rest else policy(fen)
             text = f"{text.split()[1]} " if question.stop else text  # the first candidate alone
-            yield None, [Answer(question, text, [], False)]
+            yield SimpleNamespace(answers=[Answer(question, text, [], False)])
 
     monkeypatch.setattr(games, "sample", sample)
 

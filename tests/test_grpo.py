@@ -9,12 +9,11 @@ from torch.distributions import Categorical, kl_divergence
 
 import grpo
 import rewards
-import rollout
 import toy
 import train
 from examples import gsm8k, mates
 from nanorook.task import Grade, shuffled
-from rollout import Answer, Batch
+from rollout import Answer, Rollout, microbatches
 
 N, T, GROUP, LIMIT = 8, 12, 4, 20
 SCALES = ["none", "std", "mean"]
@@ -263,11 +262,10 @@ def test_a_right_answer_that_is_cut_off_is_paid_less(how, toy_settings):
         grade = gsm8k.grade(asked, text, hit_limit=n == 2)
         answers.append(Answer(ASKED, text, [*range(1, len(text) + 1)], n == 2, grade))
     assert [answer.grade.reward for answer in answers] == [1, 1, 0.3, 0, 0, 0, 0, 0]
-    batch = Batch(*[None] * 2, torch.zeros(8, len(right)), *[None] * 3)
-    toy_settings(GROUP_SIZE=8, **how)
-    ended, _, cut_off, *_ = train.add_advantages(batch, answers, 8, "piece").advantages
+    toy_settings(**how)
+    ended, _, cut_off, *_ = toy.advantages(answers, len(right), "piece")
     assert (cut_off < ended - 0.05).all()  # at each of its words
-    whole = train.add_advantages(batch, answers, 8, "answer").advantages
+    whole = toy.advantages(answers, len(right), "answer")
     assert (whole[2] < whole[0] - 0.05).all()
     pieces, _ = grpo.credit(
         [answer.grade.pieces for answer in answers], [answer.ends for answer in answers], len(right)
@@ -309,9 +307,8 @@ def test_shuffled_rewards_are_those_of_the_group_in_any_order():
 def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_settings):
     pieces = [[("whole", 0.5), ("word", 0.2, (0, 3))], [("whole", 0.1), ("word", 0.8, (3, 5))], [("whole", 0.0)]]
     answers = [Answer(ASKED, "", [3, 5], False, Grade(some, {})) for some in pieces]
-    batch = Batch(*[None] * 2, torch.zeros(3, 2), *[None] * 3)
-    toy_settings(CONTROL="shuffle", GROUP_SIZE=3)
-    found = [train.add_advantages(batch, answers, 3, "piece", step).advantages for step in range(40)]
+    toy_settings(CONTROL="shuffle")
+    found = [toy.advantages(answers, 2, "piece", step) for step in range(40)]
     for paid in found:
         values = [(0.5, 0.2), (0.1, 0.8), (0.0, 0.0)]
         expected = []
@@ -323,16 +320,15 @@ def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_setti
     assert len({tuple(paid.flatten().tolist()) for paid in found}) == 6
     assert sum(found).abs().max() / 40 < 0.2  # no information on average
     toy_settings(CONTROL="zero")
-    assert not train.add_advantages(batch, answers, 3, "piece").advantages.any()
+    assert not toy.advantages(answers, 2, "piece").any()
 
 
 def test_k_falls_to_one_during_the_run(toy_settings):
-    toy_settings(STEPS=10, BEST_OF=4, BEST_OF_SCHEDULE="linear", GROUP_SIZE=8)
+    toy_settings(STEPS=10, BEST_OF=4, BEST_OF_SCHEDULE="linear")
     values = torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
     answers = [Answer(ASKED, "", [1], False, Grade([("whole", value)], {})) for value in values.flatten().tolist()]
-    batch = Batch(*[None] * 2, torch.zeros(8, 1), *[None] * 3)
     for step, k in enumerate([4, 4, 4, 3, 3, 2, 2, 2, 1, 1]):
-        found = train.add_advantages(batch, answers, 8, "piece", step).advantages
+        found = toy.advantages(answers, 1, "piece", step)
         torch.testing.assert_close(found, grpo.advantages(values, 8, best_of=k))
 
 
@@ -342,21 +338,29 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
     toy_settings(LOSS=loss, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.3, KL_COEF=0.3, KL_ESTIMATOR="k3")
     total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages[:, None].expand(N, T)
     kl_weights = torch.arange(N, dtype=torch.float64)
-    kinds = torch.arange(N) % 2
-    batch = Batch(None, None, mask, mask, old - weights.log(), None, paid, kl_weights, kinds, old, ref)
+    rows = {kind: slice(i, None, 2) for i, kind in enumerate(toy.LIMITS)}
+    parts = {}
+    for kind, some in rows.items():
+        answers = [Answer(toy.Question(kind, "?", 0), "", [], False)] * len(mask[some])
+        parts[kind] = part = Rollout(None, None, mask[some], mask[some], (old - weights.log())[some], None, answers)
+        part.advantages, part.kl_weights = paid[some], kl_weights[some]
+        part.old_logprobs, part.ref_logprobs = old[some], ref[some]
 
     def expected(x):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
         return value + 0.3 * grpo.aggregate(kl_weights[:, None] * grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
-    ours = loss_and_gradient(lambda x: train.loss_and_sums(x, batch, total, train.KL_COEF)[0], logprobs)
+    def of_kind(kind, x):
+        return train.loss_and_sums(x[rows[kind]], parts[kind], total, train.KL_COEF)
+
+    ours = loss_and_gradient(lambda x: sum(of_kind(kind, x)[0] for kind in rows), logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
-    sums = train.loss_and_sums(logprobs, batch, total, train.KL_COEF)[1]
     guarded = grpo.kl(logprobs, ref, mask, "k2")  # whatever the estimator and weights
-    torch.testing.assert_close(sums["kl"], guarded.sum())
-    for i, kind in enumerate(toy.LIMITS):
-        torch.testing.assert_close(sums[f"{kind}/kl"], guarded[i::2].sum())
-        assert sums[f"{kind}/tokens"] == mask[i::2].sum()
+    sums = {kind: of_kind(kind, logprobs)[1] for kind in rows}
+    torch.testing.assert_close(sum(of["kl"] for of in sums.values()), guarded.sum())
+    for kind, some in rows.items():
+        torch.testing.assert_close(sums[kind][f"{kind}/kl"], guarded[some].sum())
+        assert sums[kind][f"{kind}/tokens"] == mask[some].sum()
 
 
 def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settings):
@@ -364,7 +368,7 @@ def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settin
     policy, asked = toy.model(), toy.questions(16)
     for weights in {}, {"long": 0.25}:
         monkeypatch.setattr(train.task, "KL_WEIGHTS", weights, raising=False)
-        found = torch.cat([batch.kl_weights for batch in toy.batches(policy, asked)]).tolist()
+        found = torch.cat([rollout.kl_weights for rollout in toy.rollouts(policy, asked)]).tolist()
         expected = [weights.get(question.kind, 1.0) for question in asked for _ in range(train.GROUP_SIZE)]
         assert sorted(found) == sorted(expected) and len({*found}) == 1 + len(weights)
 
@@ -374,17 +378,12 @@ def test_credit_of_an_example_by_hand(toy_settings):
     pieces = [[("whole", 0.5), ("first", 0.2, (0, 3)), ("second", 0.4, (3, 7)), ("ends", 0.1, (0, 3), (7, 9))]]
     pieces += [[("whole", 0.1), ("first", 0.6, (0, 2))]]
     answers = [Answer(ASKED, "", ends, False, Grade(some, {})) for some, ends in zip(pieces, ([2, 5, 7, 9], [1, 2]))]
-    batch = Batch(*[None] * 2, torch.zeros(2, 6), *[None] * 3)
-
-    def paid(credit):
-        toy_settings(CREDIT=credit, GROUP_SIZE=2)
-        return train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT).advantages
-
-    torch.testing.assert_close(paid("answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
+    toy_settings()
+    torch.testing.assert_close(toy.advantages(answers, 6, "answer"), torch.tensor([[0.25] * 6, [-0.25] * 6]))
     # by piece, against the means 0.3, 0.4, 0.2 and 0.05: +0.2, -0.2, +0.2 and +0.05 for the first answer; a piece that
     # an answer lacks is 0 there and judges the whole
     expected = [[0.05, 0.4, 0.4, 0.25, 0.2, 0.2], [-0.25, -0.25, *[-0.45] * 4]]
-    torch.testing.assert_close(paid("piece"), torch.tensor(expected))
+    torch.testing.assert_close(toy.advantages(answers, 6, "piece"), torch.tensor(expected))
 
 
 WAYS = [*product(grpo.LOSSES, ["piece", "answer"], SCALES, [1, 2])]  # together they take long, so most are marked slow
@@ -400,14 +399,14 @@ def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_se
     toy_settings(LOSS=loss, CREDIT=credit, GROUP_SIZE=3, KL_COEF=0.0, EPOCHS=2, SCALE_REWARDS=scale, BEST_OF=best_of)
     policy, texts = toy.model(), ("wxyzA", "wxyzB", "wxyzB")
     tokens = torch.tensor([policy.tokenizer.encode(text) for text in texts])
-    batch = Batch(torch.tensor([[7, 8]]), torch.tensor([2]), tokens, tokens >= 0, None, torch.tensor([True] * 3))
+    rollout = Rollout(torch.tensor([[7, 8]]), torch.tensor([2]), tokens, tokens >= 0, None, torch.tensor([True] * 3))
     with torch.no_grad():
-        before = train.forward(policy, batch, train.TEMPERATURE)[0]
+        before = rollout.rollout_logprobs = train.forward(policy, rollout, train.TEMPERATURE)[0]
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
-    answers = [Answer(ASKED, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
-    batch = train.add_advantages(batch._replace(rollout_logprobs=before), answers, train.GROUP_SIZE, train.CREDIT)
-    train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [batch], 10**6)
-    better, worse, _ = (train.forward(policy, batch, train.TEMPERATURE)[0] - before).sum(1).tolist()
+    rollout.answers = [Answer(ASKED, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
+    train.add_advantages(rollout, train.CREDIT)
+    train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [rollout], 10**6)
+    better, worse, _ = (train.forward(policy, rollout, train.TEMPERATURE)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4
 
 
@@ -465,22 +464,22 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
     """Two epochs, so the logprobs of the first one's weights and of the reference are cut, too."""
     start, results, rows, forward = toy.model(), [], [], train.forward
     toy_settings(LOSS=loss, EPOCHS=2, KL_COEF=0.1)
-    reference, batches = copy.deepcopy(start), toy.batches(start, toy.questions(8))
-    whole = max(len(batch.tokens) for batch in batches)
+    reference, rollouts = copy.deepcopy(start), toy.rollouts(start, toy.questions(8))
+    whole = max(len(rollout.completions) for rollout in rollouts)
     monkeypatch.setattr(
-        train, "forward", lambda model, part, t: rows.append(len(part.tokens)) or forward(model, part, t)
+        train, "forward", lambda model, part, t: rows.append(len(part.completions)) or forward(model, part, t)
     )
     for most, largest in (1, {train.GROUP_SIZE}), (70, range(train.GROUP_SIZE + 1, whole)), (10**6, {whole}):
         model = copy.deepcopy(start)
         rows.clear()
-        metrics = train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.5)], batches, most)
+        metrics = train.update(model, reference, [torch.optim.SGD(model.parameters(), lr=0.5)], rollouts, most)
         results.append((metrics, list(model.parameters())))
         assert max(rows) in largest
     (expected, weights), *others = results
     assert expected["grad_norm"] > 1e-3 and expected["kl"] < 1e-7 and expected["ratio_gap"] > 1e-4
     if loss != "cispo":  # all ratios are 1 at first, and the KL 0, so the loss is minus the mean of the advantages
-        masks = [batch.completion_mask for batch in batches]
-        rows = torch.cat([(b.advantages * mask).sum(1) for b, mask in zip(batches, masks)])
+        masks = [rollout.completion_mask for rollout in rollouts]
+        rows = torch.cat([(rollout.advantages * mask).sum(1) for rollout, mask in zip(rollouts, masks)])
         lengths, longest = torch.cat([mask.sum(1) for mask in masks]), max(toy.LIMITS.values())
         means = {"dapo": rows.sum() / lengths.sum(), "grpo": (rows / lengths).mean(), "dr_grpo": rows.mean() / longest}
         assert expected["loss"] == pytest.approx(-means[loss].item(), abs=1e-5)
@@ -492,34 +491,38 @@ def test_a_step_does_not_depend_on_its_microbatches(loss, toy_settings, monkeypa
 @pytest.mark.parametrize("loss", grpo.LOSSES)
 def test_groups_without_signal_leave_the_update_and_nothing_else(loss, toy_settings, monkeypatch):
     """Without a KL they have no gradient, but their tokens count in the loss's normalizer and in all metrics."""
-    start, results, graded, forward = toy.model(), [], [], train.forward
+    start, results, rows_with_gradient, forward = toy.model(), [], [], train.forward
     toy_settings(LOSS=loss, EPOCHS=2, KL_COEF=0.0)
-    batches = toy.batches(start, toy.questions(8))
-    for batch in batches:
-        batch.advantages.view(len(batch.prompts), -1)[::2] = 0  # every other group
-    monkeypatch.setattr(
-        train, "forward", lambda *args: graded.append(torch.is_grad_enabled() * len(args[1].tokens)) or forward(*args)
-    )
+    rollouts = toy.rollouts(start, toy.questions(8))
+    for rollout in rollouts:
+        rollout.advantages.view(len(rollout.prompts), -1)[::2] = 0  # every other group
+
+    def watched(model, part, temperature):
+        rows_with_gradient.append(torch.is_grad_enabled() * len(part.completions))
+        return forward(model, part, temperature)
+
+    monkeypatch.setattr(train, "forward", watched)
     for all_have in True, False:
-        monkeypatch.setattr(train, "microbatches", lambda *args, has=all_have: rollout.microbatches(*args[:2], has))
+        monkeypatch.setattr(train, "microbatches", lambda *args, has=all_have: microbatches(*args[:2], has))
         model = copy.deepcopy(start)
-        graded.clear()
-        metrics = train.update(model, None, [torch.optim.SGD(model.parameters(), lr=0.5)], batches, 10**6)
-        results.append((metrics, list(model.parameters()), sum(graded)))
+        rows_with_gradient.clear()
+        metrics = train.update(model, None, [torch.optim.SGD(model.parameters(), lr=0.5)], rollouts, 10**6)
+        results.append((metrics, list(model.parameters()), sum(rows_with_gradient)))
     (expected, weights, whole), (metrics, parameters, rest) = results
-    paid = sum((len(batch.prompts) // 2) * train.GROUP_SIZE for batch in batches)
-    assert whole == 2 * sum(len(batch.tokens) for batch in batches) and rest == 2 * paid < whole
+    paid = sum((len(rollout.prompts) // 2) * train.GROUP_SIZE for rollout in rollouts)
+    assert whole == 2 * sum(len(rollout.completions) for rollout in rollouts) and rest == 2 * paid < whole
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6) and metrics["ratio_gap"] > 1e-4
     torch.testing.assert_close(parameters, weights, atol=1e-5, rtol=0)
 
 
 def test_a_step_without_signal_makes_no_update_and_is_sound(toy_settings):
     toy_settings(KL_COEF=0.0)
-    model, [batch] = toy.model(), toy.batches(toy.model(), [q for q in toy.questions(8) if q.kind == "long"])
+    model, [rollout] = toy.model(), toy.rollouts(toy.model(), [q for q in toy.questions(8) if q.kind == "long"])
     optimizers = train.make_optimizers(model)
-    assert train.update(model, None, optimizers, [batch], 10**6)["grad_norm"] > 0
+    assert train.update(model, None, optimizers, [rollout], 10**6)["grad_norm"] > 0
     before = copy.deepcopy(list(model.parameters()))  # and the optimizer has momentum
-    metrics = train.update(model, None, optimizers, [batch._replace(advantages=0 * batch.advantages)], 10**6)
+    rollout.advantages = 0 * rollout.advantages
+    metrics = train.update(model, None, optimizers, [rollout], 10**6)
     assert all(map(torch.equal, model.parameters(), before))
     assert (metrics["grad_norm"], metrics["skipped"], metrics["broken"]) == (0, 0, False) and metrics["entropy"] > 0
 
@@ -556,7 +559,7 @@ def test_logprobs_and_entropy_equal_torch_distributions(temperature, dtype):
     logits = (3 * torch.randn(3, 5, 11, generator=g)).to(dtype)
     logits[..., 4:9] = -math.inf  # no probability
     tokens = torch.randint(4, (3, 5), generator=g)
-    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, temperature)
+    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, lambda x: x, 11, temperature)
     exact = Categorical(logits=logits.double() / temperature)
     torch.testing.assert_close(logprobs, exact.log_prob(tokens).float())  # fp32: bf16 is widened before the softmax
     torch.testing.assert_close(entropy, torch.special.entr(exact.probs).sum(-1).float())
@@ -566,7 +569,7 @@ def test_gradients_of_logprobs_made_a_few_rows_at_a_time():
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 8, 2**17, generator=g).requires_grad_()  # more than fit: of the 5 rows 4 go first
     tokens = torch.randint(2**17, (5, 8), generator=g)
-    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, 0.7)
+    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, lambda x: x, 2**17, 0.7)
     plain = (logits / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     weights = torch.randn(5, 8, generator=g)
     ours, expected = (torch.autograd.grad((x * weights).sum(), logits)[0] for x in (logprobs, plain))

@@ -36,8 +36,8 @@ def share(model, right, temperature=0.0):
     """Of 400 held-out questions, how many are answered with the letter that `right` (max, min) picks of the five."""
     questions = letters.make_questions(letters.load("", model.config)[1], 400, random.Random(0), model.config)
     noise = torch.rand(400, 1, 4, generator=torch.Generator().manual_seed(0))
-    [(_, answers)] = sample(model, questions, 1, letters.LIMITS, temperature, noise)
-    return sum(answer.text == f" {right(answer.question.truth)}" for answer in answers) / 400
+    [rollout] = sample(model, questions, 1, letters.LIMITS, temperature, noise)
+    return sum(answer.text == f" {right(answer.question.truth)}" for answer in rollout.answers) / 400
 
 
 def test_the_start_model_knows_the_form_and_not_the_alphabet(start):

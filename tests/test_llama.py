@@ -156,25 +156,25 @@ def test_what_is_not_supported_is_one_sentence(sentence, tmp_path):
 
 
 # What any model has of its size
-def gradients(model, batch, **changes):
+def gradients(model, rollout, **changes):
     for name, value in changes.items():
         setattr(model, name, value)
     model.zero_grad()
-    logprobs, entropy = train.forward(model, batch, train.TEMPERATURE)
+    logprobs, entropy = train.forward(model, rollout, train.TEMPERATURE)
     logprobs.square().sum().backward()
     return logprobs, entropy, *(p.grad for p in model.parameters())
 
 
 @pytest.fixture
-def batch(model, toy_settings):
+def rollout(model, toy_settings):
     return generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
 
 
-def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model, batch):
+def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model, rollout):
     def kept(recompute):
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.shape) or x, lambda x: x):
-            return gradients(model, batch, recompute=recompute), sizes
+            return gradients(model, rollout, recompute=recompute), sizes
 
     (plain, sizes), (again, fewer) = kept(False), kept(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, again)) and len(fewer) < len(sizes) / 3
@@ -187,21 +187,21 @@ def test_blocks_computed_again_can_be_compiled(hf_folder, toy_settings):
     torch._dynamo.reset()
     model = architectures.load(hf_folder)
     model.h = model.h[:1]
-    batch = generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
-    plain = gradients(model, batch)
+    rollout = generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
+    plain = gradients(model, rollout)
     toy_settings(COMPILE="1")
     train.compiled_score.cache_clear()
-    for a, b in zip(plain, gradients(model, batch, recompute=True)):
+    for a, b in zip(plain, gradients(model, rollout, recompute=True)):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
 
 
-def test_logits_made_in_parts_give_the_same_gradients(model, batch, monkeypatch):
+def test_logits_made_in_parts_give_the_same_gradients(model, rollout, monkeypatch):
     heads, head = [], type(model).head
     monkeypatch.setattr(GPT, "head", lambda model, x: heads.append(len(x)) or head(model, x))
-    whole = gradients(model, batch)
+    whole = gradients(model, rollout)
     assert heads == [12]
     monkeypatch.setattr(model.config, "vocab_size", 2**25 // 20)  # as if it were so large that a row is a part
-    parts = gradients(model, batch)
+    parts = gradients(model, rollout)
     assert heads[1:] == 24 * [1]  # each is made again in the backward pass
     for a, b in zip(whole, parts):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
@@ -262,9 +262,9 @@ def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smoll
     prompts = [tokenizer(chat).input_ids for chat in chats]
     ids = torch.tensor([sum(prompts, [])])
     torch.testing.assert_close(model(ids), logits_of(hf, ids), atol=1e-3, rtol=0)  # of 40
-    batch = generate(model, prompts, 1, [24] * len(prompts), temperature=0)
+    rollout = generate(model, prompts, 1, [24] * len(prompts), temperature=0)
     ended = 0
-    for prompt, row, mask in zip(prompts, batch.tokens, batch.completion_mask):
+    for prompt, row, mask in zip(prompts, rollout.completions, rollout.completion_mask):
         theirs = hf.generate(
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=model.config.eos_token_id
         )

@@ -185,8 +185,9 @@ def test_a_coders_program_is_the_last_one_in_a_fence_and_its_pieces_judge_that_f
 def test_a_real_model_is_asked_in_a_chat_and_some_of_its_programs_parse(smollm2):
     model = architectures.load(smollm2[2])
     questions = ocaml.make_questions(ocaml.load("", model.config)[1], 4, random.Random(0), model.config)
-    answers = [answer for _, part in sample(model, questions, 1, {"coder": 60}, 0) for answer in part]
-    grades = [answer.grade for answer in grade_answers(ocaml, answers)]
+    [rollout] = sample(model, questions, 1, {"coder": 60}, 0)
+    answers = grade_answers(ocaml, rollout.answers)
+    grades = [answer.grade for answer in answers]
     assert sum("let f a b =" in answer.text for answer in answers) > 1
     assert any(grade.metrics["structure"] and grade.pieces[0][2:] for grade in grades)
 

@@ -6,14 +6,13 @@ from unittest.mock import Mock
 
 import chess
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rewards
-import train
+import toy
 from rewards import ENVIRONMENT_WEIGHTS, MALFORMED, POLICY_WEIGHTS, Question, grade
-from rollout import Answer, Batch
+from rollout import Answer
 from rook.positions import Position
 from tools import chess_texts as texts
 
@@ -121,9 +120,8 @@ def advantages(toy_settings, kind, credit):
     some = [*some[:: max(1, len(some) // 20)], ""]
     asked = Question("short", "", None)  # a kind of the toy task
     answers = [Answer(asked, t, range(1, len(t) + 1), False, task(t, hit_limit=i % 2 == 0)) for i, t in enumerate(some)]
-    batch = Batch(*[None] * 2, torch.zeros(len(some), 1 + max(map(len, some))), *[None] * 3)
-    toy_settings(CREDIT=credit, GROUP_SIZE=len(some))
-    return train.add_advantages(batch, answers, train.GROUP_SIZE, train.CREDIT).advantages
+    toy_settings()
+    return toy.advantages(answers, 1 + max(map(len, some)), credit)
 
 
 PENALTIES = dict(MALFORMED=-0.6, WASTED=1.0, RUNAWAY_PENALTY_MULTIPLIER=0.5)

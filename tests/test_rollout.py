@@ -9,7 +9,7 @@ import train
 from model import GPT, GPTConfig
 from nanorook.task import Question
 from nanorook.tokenizer import Tokenizer
-from rollout import Batch, draw, generate, microbatches, once, sample
+from rollout import Rollout, distinct_rows, draw, generate, microbatches, sample
 
 NEW, G = 30, 4
 PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(1, 17)]
@@ -35,7 +35,7 @@ def model():
 def give_end_token(model):
     """One that half of the rows meet."""
     model.config.eos_token_id = -1
-    tokens = generate(model, PROMPTS, 1, LIMITS, temperature=0).tokens
+    tokens = generate(model, PROMPTS, 1, LIMITS, temperature=0).completions
     assert tokens.shape == (len(PROMPTS), NEW)  # nothing ends without an end token
     met = torch.cat([row.unique() for row in tokens]).bincount()
     model.config.eos_token_id = int((met - len(PROMPTS) // 2).abs().argmin())
@@ -58,7 +58,7 @@ def test_greedy_decoding_equals_the_full_forward(model, monkeypatch):
     assert {*sizes[1:]} == {2 * len(PROMPTS)}
     monkeypatch.undo()
     expected = [tokens for prompt in PROMPTS for tokens in [uncached(model, prompt)] * 2]
-    assert [row[mask].tolist() for row, mask in zip(out.tokens, out.completion_mask)] == expected
+    assert [row[mask].tolist() for row, mask in zip(out.completions, out.completion_mask)] == expected
     assert out.hit_limit.tolist() == [tokens[-1] != model.config.eos_token_id for tokens in expected]
     assert len(set(map(len, expected))) > 3 and out.hit_limit.any() and not out.hit_limit.all()
     assert not out.rollout_logprobs.any()  # a greedy choice has probability 1
@@ -74,8 +74,8 @@ def test_a_row_does_not_depend_on_its_neighbours(model):
     for i in (0, 4, 5, 15):
         rows = slice(G * i, G * i + G)
         alone = generate(model, [PROMPTS[i]], G, limits[i : i + 1], noise=noise[rows])
-        T = alone.tokens.shape[1]
-        assert torch.equal(together.tokens[rows, :T], alone.tokens) and (ends[rows] <= T).all()
+        T = alone.completions.shape[1]
+        assert torch.equal(together.completions[rows, :T], alone.completions) and (ends[rows] <= T).all()
         assert torch.equal(together.hit_limit[rows], alone.hit_limit)
         torch.testing.assert_close(together.rollout_logprobs[rows, :T], alone.rollout_logprobs, atol=1e-4, rtol=0)
 
@@ -88,14 +88,15 @@ def test_the_room_for_an_answer_is_that_of_its_own_prompt():
     policy.config.eos_token_id, policy.tokenizer.ends = -1, (-1,)  # nothing ends early
     asked = [Question("long", "." * length, None) for length in (2, 21, 9)]
     noise = uniform(3 * G, 7).view(3, G, 7)
-    (batch, answers), *more = sample(policy, asked, G, {"long": 7}, noise=noise)
-    assert batch.completion_mask.sum(1).tolist() == [7] * G + [3] * G + [7] * G and not more
+    rollout, *more = sample(policy, asked, G, {"long": 7}, noise=noise)
+    assert rollout.completion_mask.sum(1).tolist() == [7] * G + [3] * G + [7] * G and not more
     for i, question in enumerate(asked):
-        (_, alone), *_ = sample(policy, [question], G, {"long": 7}, noise=noise[i : i + 1])
-        assert [answer.text for answer in alone] == [answer.text for answer in answers[i * G : i * G + G]]
+        [alone] = sample(policy, [question], G, {"long": 7}, noise=noise[i : i + 1])
+        texts = [answer.text for answer in alone.answers]
+        assert texts == [answer.text for answer in rollout.answers[i * G : i * G + G]]
     with torch.no_grad():
-        gap = (train.forward(policy, batch, train.TEMPERATURE)[0] - batch.rollout_logprobs)[batch.completion_mask].abs()
-    assert gap.max() < 1e-4
+        logprobs, _ = train.forward(policy, rollout, train.TEMPERATURE)
+    assert (logprobs - rollout.rollout_logprobs)[rollout.completion_mask].abs().max() < 1e-4
     with pytest.raises(SystemExit, match="a prompt of 24 tokens leaves no room for an answer in the model's 24 pos"):
         list(sample(policy, [Question("long", "." * 24, None)], G, {"long": 7}))
 
@@ -107,8 +108,9 @@ def test_parts_of_few_rows_give_the_same_answers(model):
     noise, limits = uniform(8 * G).view(8, G, NEW), {"a": NEW, "b": 5}
 
     def texts(rows):
-        parts = [part for _, part in sample(model, asked, G, limits, noise=noise, max_rows=rows)]
-        return len(parts), [(answer.question.truth, answer.text, answer.hit_limit) for part in parts for answer in part]
+        rollouts = list(sample(model, asked, G, limits, noise=noise, max_rows=rows))
+        answers = [answer for rollout in rollouts for answer in rollout.answers]
+        return len(rollouts), [(answer.question.truth, answer.text, answer.hit_limit) for answer in answers]
 
     assert texts(None)[0] == 2 and texts(2 * G)[0] == 4 and texts(1)[0] == 8
     assert texts(None)[1] == texts(2 * G)[1] == texts(1)[1]
@@ -120,25 +122,25 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     """A question may name a text that ends an answer, as the end token does, from its first token on or from a later
     one: it is no cut-off, and has a gradient."""
     policy, noise, limits = toy.model(), uniform(32, 7).view(4, 8, 7), {"short": 7, "long": 7}
-    (plain, _), *_ = sample(policy, asked := toy.questions(1) * 4, 8, limits, noise=noise)
-    stop = int(plain.tokens[(plain.tokens < 128) & plain.completion_mask].mode().values)
+    asked = toy.questions(1) * 4
+    [plain] = sample(policy, asked, 8, limits, noise=noise)
+    stop = int(plain.completions[(plain.completions < 128) & plain.completion_mask].mode().values)
     asked = [question._replace(stop=chr(stop), stop_after=stop_after) for question in asked]
-    (batch, answers), *_ = sample(policy, asked, 8, limits, noise=noise)
-    logprobs = train.forward(policy, batch, train.TEMPERATURE)[0].detach().requires_grad_()
-    batch = batch._replace(
-        advantages=torch.ones_like(logprobs), old_logprobs=logprobs.detach(), kinds=torch.zeros(len(logprobs))
-    )
-    train.loss_and_sums(logprobs, batch, batch.completion_mask.sum(), train.KL_COEF)[0].backward()
-    stopped = (plain.tokens == stop) & plain.completion_mask
+    [rollout] = sample(policy, asked, 8, limits, noise=noise)
+    mask, answers = rollout.completion_mask, rollout.answers
+    logprobs = train.forward(policy, rollout, train.TEMPERATURE)[0].detach().requires_grad_()
+    rollout.advantages, rollout.old_logprobs = torch.ones_like(logprobs), logprobs.detach()
+    train.loss_and_sums(logprobs, rollout, mask.sum(), train.KL_COEF)[0].backward()
+    stopped = (plain.completions == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T
     assert len(rows) > 2 and stopped[:, :2].any()
     for i in rows.unique().tolist():
         at = int(columns[rows == i].min()) + stop_after
-        assert batch.completion_mask[i].sum() == at + 1 and answers[i].text.endswith(chr(stop))
-        assert torch.equal(batch.tokens[i, : at + 1], plain.tokens[i, : at + 1]) and not answers[i].hit_limit
+        assert mask[i].sum() == at + 1 and answers[i].text.endswith(chr(stop)) and not answers[i].hit_limit
+        assert torch.equal(rollout.completions[i, : at + 1], plain.completions[i, : at + 1])
         assert logprobs.grad[i, at] < 0 and not logprobs.grad[i, at + 1 :].any()
     others = sorted({*range(32)} - {*rows.tolist()})  # which end as they would without a stop
-    assert torch.equal(batch.completion_mask[others].sum(1), plain.completion_mask[others].sum(1))
+    assert torch.equal(mask[others].sum(1), plain.completion_mask[others].sum(1))
 
 
 def test_a_stop_that_no_token_holds_is_refused():
@@ -155,9 +157,9 @@ def test_samples_follow_the_softmax(model, temperature):
         logits = TemperatureLogitsWarper(temperature)(None, model(torch.tensor([prompt]))[:, -1])
     noise = (torch.arange(n)[:, None] + 0.5) / n
     out = generate(model, [prompt], n, [1], temperature, noise)
-    counts = torch.bincount(out.tokens[:, 0], minlength=300)
+    counts = torch.bincount(out.completions[:, 0], minlength=300)
     assert (counts - n * logits.softmax(-1)[0]).abs().max() < 2 and (counts > 5).sum() > 5
-    recorded = logits.log_softmax(-1)[0][out.tokens[:, 0]]  # the temperature is part of the distribution
+    recorded = logits.log_softmax(-1)[0][out.completions[:, 0]]  # the temperature is part of the distribution
     torch.testing.assert_close(out.rollout_logprobs[:, 0], recorded, atol=1e-4, rtol=0)
 
 
@@ -173,7 +175,7 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, tempe
     gap = (logprobs - out.rollout_logprobs)[mask].abs()
     largest, mean = (1e-4, 1e-4) if dtype == torch.float32 else (0.5, 0.05)
     assert gap.max() < largest and gap.mean() < mean and entropy[mask].isfinite().all()
-    last = out.tokens.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+    last = out.completions.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
     assert ((last == eos) == ~out.hit_limit).all()  # the end token is inside the mask: what is masked is not learnt
     assert out.hit_limit.any() and not out.hit_limit.all() and (out.rollout_logprobs[~mask] == 0).all()
 
@@ -181,20 +183,20 @@ def test_recorded_logprobs_are_those_of_the_training_forward(model, dtype, tempe
 def test_equal_answers_are_computed_once(monkeypatch):
     """Their logprobs, entropies and gradients are those of all rows computed by themselves; microbatches know it."""
     tokens = torch.tensor([[65, 66], [65, 67], [65, 66], [65, 66], [68, 69], [68, 69], [68, 69], [68, 69]])
-    different, places = once(tokens, 2)
-    assert different.tolist() == [[65, 66], [65, 67], [68, 69], [0, 0]]  # as many of each group
-    assert places.tolist() == [0, 1, 0, 0, 2, 2, 2, 2]
+    distinct, index = distinct_rows(tokens, 2)
+    assert distinct.tolist() == [[65, 66], [65, 67], [68, 69], [0, 0]]  # as many of each group
+    assert index.tolist() == [0, 1, 0, 0, 2, 2, 2, 2]
     prompts, lengths, cut = torch.tensor([[7, 8, 9], [9, 7, 0]]), torch.tensor([3, 2]), torch.ones(8, dtype=torch.bool)
-    batch = Batch(prompts, lengths, tokens, tokens >= 0, torch.zeros(8, 2), cut, uniform(8, 2), torch.ones(8))
+    rollout = Rollout(prompts, lengths, tokens, tokens >= 0, torch.zeros(8, 2), cut, advantages=uniform(8, 2))
     found, rows, score = [], [], GPT.score
     monkeypatch.setattr(GPT, "score", lambda *args: rows.append(len(args[3])) or score(*args))
-    for way in once, lambda tokens, B: (tokens, slice(None)):
-        monkeypatch.setattr(train, "once", way)
+    for way in distinct_rows, lambda tokens, B: (tokens, slice(None)):
+        monkeypatch.setattr(train, "distinct_rows", way)
         policy = toy.model()
-        [(part, _)] = microbatches(batch, 2 * (3 + 2 * 2), True)  # both groups, with two answers each
+        [part] = microbatches(rollout, 2 * (3 + 2 * 2), True)  # both groups, with two answers each
         logprobs, entropy = train.forward(policy, part, 0.7)
         (logprobs * part.advantages).sum().backward()
-        found.append([part.tokens, logprobs, entropy, *(p.grad for p in policy.parameters())])
+        found.append([part.completions, logprobs, entropy, *(p.grad for p in policy.parameters())])
     assert rows == [4, 8]
     torch.testing.assert_close(*found)
 
@@ -211,4 +213,4 @@ def test_no_number_draws_a_token_without_probability():
 def test_captured_graphs_decode_as_the_cpu_does(model):
     cpu = generate(model, PROMPTS, 2, LIMITS, temperature=0)
     gpu = toy.to_cpu(generate(model.cuda(), PROMPTS, 2, LIMITS, temperature=0))
-    assert torch.equal(cpu.tokens, gpu.tokens) and torch.equal(cpu.completion_mask, gpu.completion_mask)
+    assert torch.equal(cpu.completions, gpu.completions) and torch.equal(cpu.completion_mask, gpu.completion_mask)

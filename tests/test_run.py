@@ -347,12 +347,14 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
     """SIGTERM in steps in which updates fail too: the way back, the factor of LR and the counters are kept as well."""
     add, acquire, runs, stops, kills = train.add_advantages, Run.acquire_lock, [], [], []
 
-    def failing(*args):
-        step, batch = runs[-1].step, add(*args)
+    def failing(rollout, *rest):
+        step = runs[-1].step
+        add(rollout, *rest)
         if step + 1 in stops[:1] and step not in kills:
-            kills.append(step)  # once, however many batches a step has
+            kills.append(step)  # once, however many rollouts a step has
             os.kill(os.getpid(), signal.SIGTERM)
-        return batch._replace(advantages=batch.advantages * (math.nan if step in (3, 5, 6) else 1))
+        if step in (3, 5, 6):
+            rollout.advantages *= math.nan
 
     monkeypatch.setattr(Run, "acquire_lock", lambda run: runs.clear() or runs.append(run) or acquire(run))
     monkeypatch.setattr(train, "add_advantages", failing)

@@ -116,12 +116,11 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     model = toy.model()
     found = signal.gradients(model, None, list(signal.ask(model, toy.questions(6), 1.0)))
     assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "halves"}
-    parts = signal.ask(model, toy.questions(6), 1.0)
-    batches = [train.add_advantages(*part, train.GROUP_SIZE, train.CREDIT) for part in parts]
+    rollouts = list(signal.ask(model, toy.questions(6), 1.0))
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
     monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)
-    tokens = train.update(model, None, [optimizer], batches, 10**6)["tokens"]
+    tokens = train.update(model, None, [optimizer], rollouts, 10**6)["tokens"]
     step = signal.projection(model)(gradient)[:-1] * tokens
     assert torch.allclose(found["as set"].sum(0)[:-1], step, atol=1e-4 * step.norm().item())
     pieces = found["even alone"] + found["first alone"]
@@ -137,14 +136,8 @@ def test_halves_of_an_odd_group_leave_its_last_answer_out(toy_settings):
     rollouts = list(signal.ask(model, toy.questions(3), 1.0))
     for G in (5, 4):
         toy_settings(GROUP_SIZE=G)
-        kept = [torch.arange(len(answers)) % 5 < G for _, answers in rollouts]
-        parts = [
-            (
-                type(batch)(*batch[:2], *(x if x is None else x[keep] for x in batch[2:])),
-                [a for a, k in zip(some, keep) if k],
-            )
-            for keep, (batch, some) in zip(kept, rollouts)
-        ]
+        kept = [[row for row in range(len(rollout.answers)) if row % 5 < G] for rollout in rollouts]
+        parts = [toy.some_rows(rollout, rows) for rollout, rows in zip(rollouts, kept)]
         found.append(signal.gradients(model, None, parts)["halves"])
     assert torch.allclose(*found, atol=1e-5) and found[0].any()
 
@@ -165,14 +158,14 @@ def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):
         signal.main()
 
 
-def test_the_time_of_a_kind_is_that_of_all_its_batches(toy_settings, toy_model, monkeypatch):
+def test_the_time_of_a_kind_is_that_of_all_its_rollouts(toy_settings, toy_model, monkeypatch):
     def prepare(count):
         model, questions = prepared(count)
         return model, [q._replace(kind="long", stop="e" * (n > 1)) for n, q in enumerate(questions)]
 
     toy_settings(MODEL=toy_model)
     prepared, reported = signal.prepare, []
-    clock = SimpleNamespace(time=itertools.count().__next__)  # each batch takes a second
+    clock = SimpleNamespace(time=itertools.count().__next__)  # each rollout takes a second
     for name, value in dict(prepare=prepare, QUESTIONS=8, time=clock, report=lambda *a: reported.extend(a)).items():
         monkeypatch.setattr(signal, name, value)
     monkeypatch.setattr("sys.argv", ["signal"])

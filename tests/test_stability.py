@@ -6,13 +6,14 @@ import math
 import random
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 import grpo
 import rewards
-import rollout
+import rollout as rollout_file
 import toy
 import train
 from model import GPT
@@ -31,7 +32,7 @@ DEFAULT = dict(loss="dapo", clip_low=0.2, clip_high=0.28)
 
 
 def sampled(policy, count=4):
-    return toy.batches(policy, toy.questions(count))
+    return toy.rollouts(policy, toy.questions(count))
 
 
 def distance(one, other):
@@ -41,12 +42,12 @@ def distance(one, other):
 def test_gradient_explosion():
     """No clipping; ratio 99,990 x advantage 0.8 over 200 tokens; norm 54,648,652; weights destroyed."""
     policy = toy.model()
-    batch = sampled(policy)[0]
+    rollout = sampled(policy)[0]
 
     def gradient(**clip):
-        logprobs, _ = train.forward(policy, batch, train.TEMPERATURE)
+        logprobs, _ = train.forward(policy, rollout, train.TEMPERATURE)
         far = logprobs.detach() - math.log(99990)  # the weights that sampled gave these tokens next to nothing
-        advantages, mask = torch.full(batch.tokens.shape, 0.8), batch.completion_mask
+        advantages, mask = torch.full(rollout.completions.shape, 0.8), rollout.completion_mask
         policy.zero_grad()
         grpo.policy_loss(logprobs, far, advantages, mask, **DEFAULT | clip, normalizer=mask.sum())[0].backward()
         return torch.stack([p.grad.norm() for p in policy.parameters()]).norm().item()
@@ -58,8 +59,10 @@ def test_gradient_explosion():
 def test_no_step_is_longer_than_the_clip_allows():
     policy, start = toy.model(), toy.model()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)  # a step is the gradient
-    batches = [batch._replace(advantages=batch.advantages * 1e6) for batch in sampled(policy)]
-    metrics = train.update(policy, None, [optimizer], batches, 10**6)
+    rollouts = sampled(policy)
+    for rollout in rollouts:
+        rollout.advantages *= 1e6
+    metrics = train.update(policy, None, [optimizer], rollouts, 10**6)
     assert metrics["grad_norm"] > 100 and distance(policy, start) == pytest.approx(train.MAX_GRAD_NORM, rel=1e-3)
 
 
@@ -133,10 +136,10 @@ def far_in_one_kind(monkeypatch):
     """A reference that finds each token of long answers a little less likely, by 2 nats, than the policy."""
     forward = train.forward
 
-    def changed(model, batch, temperature):
-        logprobs, entropy = forward(model, batch, temperature)
-        away = (batch.kinds == [*toy.LIMITS].index("long")) & (not model.wte.weight.requires_grad)
-        return logprobs - 2 * away[:, None], entropy
+    def changed(model, part, temperature):
+        logprobs, entropy = forward(model, part, temperature)
+        away = part.kind == "long" and not model.wte.weight.requires_grad
+        return logprobs - 2 * away, entropy
 
     monkeypatch.setattr(train, "forward", changed)
 
@@ -144,7 +147,7 @@ def far_in_one_kind(monkeypatch):
 def test_the_kl_of_a_kind_is_not_hidden_by_the_others(toy_run, monkeypatch, capsys):
     """The mean over all tokens was below the threshold where one kind of question was far above it."""
     far_in_one_kind(monkeypatch)
-    monkeypatch.setattr(monitor, "check_start", lambda *_: "")
+    monkeypatch.setattr(monitor, "check_agreement", lambda *_: "")
     row = toy_run(STEPS=1, BATCH_POSITIONS=8, KL_DIVERGENCE_THRESHOLD=1.9)[0]
     assert row["short/kl"] == 0 and row["long/kl"] == pytest.approx(2) and 0.5 < row["kl"] < 1.8
     assert row["state"] == "red" and "far from the reference in long answers" in row["advice"]
@@ -154,24 +157,30 @@ def test_the_kl_of_a_kind_is_not_hidden_by_the_others(toy_run, monkeypatch, caps
 def test_the_first_kl_and_gap_of_a_kind_are_not_hidden_by_the_others():
     healthy = {"kl": 0.0, "logprob_gap": 1e-4, "a/structure": 1.0}
     healthy |= {f"{kind}/{name}": 0.0 for kind in "ab" for name in ("kl", "logprob_gap")}
-    assert not monitor.check_start(healthy, torch.float32, {})
+    assert not monitor.check_agreement(healthy, torch.float32)
     for wrong in 2e-3, math.nan:
-        said = monitor.check_start(healthy | {"b/logprob_gap": wrong}, torch.float32, {})
+        said = monitor.check_agreement(healthy | {"b/logprob_gap": wrong}, torch.float32)
         assert said.startswith("sampling and training disagree by") and "of the b answers" in said
-        said = monitor.check_start(healthy | {"b/kl": wrong}, torch.float32, {})
+        said = monitor.check_agreement(healthy | {"b/kl": wrong}, torch.float32)
         assert said.startswith("KL to the reference is") and "in b answers" in said and "not the start model" in said
+
+
+def with_tokens_made_again(*args):
+    rollout = generate(*args)
+    return replace(rollout, completions=rollout.completions.roll(1, 1))
+
+
+def not_finite(rollout, *rest):
+    add_advantages(rollout, *rest)
+    rollout.rollout_logprobs = math.nan * rollout.completions
 
 
 # The function that has the bug, and what stands in its place
 BUGS = {
     "dropout": (train, "compiled_score", lambda _: lambda *args: torch.nn.functional.dropout(GPT.score(*args), 0.1)),
-    "another temperature": (rollout, "generate", lambda *args: generate(*args[:4], 0.7, *args[5:])),
-    "tokens made again": (rollout, "generate", lambda *a: (b := generate(*a))._replace(tokens=b.tokens.roll(1, 1))),
-    "not finite": (
-        train,
-        "add_advantages",
-        lambda b, *rest: add_advantages(b._replace(rollout_logprobs=math.nan * b.tokens), *rest),
-    ),
+    "another temperature": (rollout_file, "generate", lambda *args: generate(*args[:4], 0.7, *args[5:])),
+    "tokens made again": (rollout_file, "generate", with_tokens_made_again),
+    "not finite": (train, "add_advantages", not_finite),
     "another reference": (train, "make_reference", lambda *args: toy.model(seed=1)),
 }
 
@@ -188,15 +197,28 @@ def test_kl_explosion(bug, toy_run, monkeypatch, tmp_path):
     assert row["kl"] == 0 and row["logprob_gap"] < 1e-4 and row["ratio_gap"] == 0
 
 
+def test_sides_that_disagree_end_the_run_before_any_weight_has_changed():
+    policy, start = toy.model(), toy.model()
+    rollouts = sampled(policy)
+    for rollout in rollouts:
+        rollout.rollout_logprobs -= 0.1
+    with pytest.raises(SystemExit, match="sampling and training disagree by 0.1"):
+        train.update(policy, None, train.make_optimizers(policy), rollouts, 10**6, check=True)
+    assert distance(policy, start) == 0
+    train.update(policy, None, train.make_optimizers(policy), rollouts, 10**6)  # as at any later step
+    assert distance(policy, start) > 0
+
+
 def inject(patch, stage, steps):
     runs, acquire, adamw = [], Run.acquire_lock, torch.optim.AdamW.step
 
     def bad(value, at):
         return value * math.nan if at == stage and runs[-1].step in steps else value
 
-    def comparing(*args):
-        b = add_advantages(*args)
-        return b._replace(advantages=bad(b.advantages, "reward"), rollout_logprobs=bad(b.rollout_logprobs, "sampling"))
+    def comparing(rollout, *rest):
+        add_advantages(rollout, *rest)
+        rollout.advantages = bad(rollout.advantages, "reward")
+        rollout.rollout_logprobs = bad(rollout.rollout_logprobs, "sampling")
 
     def gradient(parameters):
         first = next(iter(parameters))
@@ -280,18 +302,18 @@ def test_std_normalisation():
 def test_end_token_is_trained():
     """Padding was the end token, so the mask dropped it and nothing learnt to stop."""
     policy = toy.model()
-    batch = sampled(policy, 8)[0]
-    ends = (batch.tokens == 256) & batch.completion_mask
-    assert ends.sum() >= 4 and (ends.sum(1) == (~batch.hit_limit)).all()  # one of its own in each row that has ended
+    rollout = sampled(policy, 8)[0]
+    ends = (rollout.completions == 256) & rollout.completion_mask
+    assert ends.sum() >= 4 and (ends.sum(1) == (~rollout.hit_limit)).all()  # one of its own in each row that has ended
 
     def gradient_at_ends(mask):
-        logprobs = train.forward(policy, batch, train.TEMPERATURE)[0].detach().requires_grad_(True)
+        logprobs = train.forward(policy, rollout, train.TEMPERATURE)[0].detach().requires_grad_(True)
         ones, normalizer = torch.ones(len(mask)), mask.sum()
         grpo.policy_loss(logprobs, logprobs.detach(), ones, mask, **DEFAULT, normalizer=normalizer)[0].backward()
         return logprobs.grad[ends]
 
-    assert (gradient_at_ends(batch.tokens != 256) == 0).all()  # the incident
-    assert (gradient_at_ends(batch.completion_mask) < 0).all()
+    assert (gradient_at_ends(rollout.completions != 256) == 0).all()  # the incident
+    assert (gradient_at_ends(rollout.completion_mask) < 0).all()
 
 
 def test_truncated_outputs(toy_run, monkeypatch):

@@ -157,13 +157,13 @@ def test_what_ends_an_answer_is_what_the_folder_says(name, tmp_path):
 def test_an_answer_ends_with_any_of_the_end_tokens():
     policy, (asked, *_) = toy.model(), toy.questions()
     noise = torch.rand(1, 16, 16, generator=torch.Generator().manual_seed(0))
-    ((free, _),) = sample(policy, [asked], 16, {asked.kind: 16}, noise=noise)
-    rows = [row[mask].tolist() for row, mask in zip(free.tokens, free.completion_mask)]
+    [free] = sample(policy, [asked], 16, {asked.kind: 16}, noise=noise)
+    rows = [row[mask].tolist() for row, mask in zip(free.completions, free.completion_mask)]
     other = max(rows, key=len)[-3]  # the longest answer is to end two tokens earlier
     policy = toy.model()  # whose end tokens nobody has asked for yet
     policy.tokenizer.ends = (256, other)
-    ((batch, answers),) = sample(policy, [asked], 16, {asked.kind: 16}, noise=noise)
-    for row, new, mask, answer in zip(rows, batch.tokens, batch.completion_mask, answers):
+    [rollout] = sample(policy, [asked], 16, {asked.kind: 16}, noise=noise)
+    for row, new, mask, answer in zip(rows, rollout.completions, rollout.completion_mask, rollout.answers):
         expected = row[: row.index(other) + 1] if other in row else row
         assert new[mask].tolist() == expected and answer.hit_limit == (expected[-1] not in (256, other))
         assert len(answer.ends) == len(expected) - (not answer.hit_limit)

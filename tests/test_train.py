@@ -184,7 +184,7 @@ def test_todays_settings_and_optimizer_count(toy_run, tmp_path, monkeypatch, cap
 
 
 def test_the_best_checkpoint_is_kept_whenever_it_is_evaluated(toy_settings, toy_run, monkeypatch, tmp_path):
-    scores, answers = iter([0.0, 0.9, 0.5, 0.1, 0.1, 0.2]), train.answer(toy.model(), toy.questions(2), 1)
+    scores, answers = iter([0.0, 0.9, 0.5, 0.1, 0.1, 0.2]), train.answer_questions(toy.model(), toy.questions(2), 1)
     evaluate = lambda *_: ({"kind reward T=1": figure([next(scores)])}, answers)  # noqa: E731
     monkeypatch.setattr(train, "evaluate", evaluate)
     toy_run(STEPS=9, EVAL_EVERY=2, SAVE_EVERY=3)
@@ -217,7 +217,8 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings):
     figures, shown = train.evaluate(model, questions)
     noise = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0))
     for t in (0, 1):
-        answers = [a for _, part in train.sample(model, questions, 1, toy.LIMITS, t, noise) for a in part]
+        rollouts = train.sample(model, questions, 1, toy.LIMITS, t, noise)
+        answers = [answer for rollout in rollouts for answer in rollout.answers]
         expected = monitor.intervals(train.grade_answers(toy, answers))
         assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
     assert {(a.question, a.text) for a in shown} == {(a.question, a.text) for a in answers}  # the sampled ones

@@ -2,6 +2,7 @@ import io
 import os
 import random
 import sys
+from types import SimpleNamespace
 
 import chess
 import chess.engine
@@ -64,7 +65,7 @@ def test_moves_are_ranked_by_their_probability_after_the_header(byte_model, monk
     monkeypatch.setitem(byte_model.config.extra, "chess_format", "rookworld")
     for said, header in ((f"{list_made}B: a7a8q", f"{list_made}B:"), ("nonsense", f"{padding}M:")):
         answer = Answer(None, said, [], False)
-        monkeypatch.setattr(uci, "sample", lambda *_, answer=answer, **__: [(None, [answer])])
+        monkeypatch.setattr(uci, "sample", lambda *_, answer=answer, **__: [SimpleNamespace(answers=[answer])])
         check(f"P: {PROMOTION}{header}")
 
 

@@ -56,8 +56,8 @@ def test_it_is_fluent(tiny, questions):
     torch.set_flush_denormal(True)  # as train.py does; conftest.py undoes it
     questions = [q for kind in rewards.LIMITS for q in [q for q in questions if q.kind == kind][:6]]
     noise = torch.rand(len(questions), 1, max(rewards.LIMITS.values()), generator=torch.Generator().manual_seed(0))
-    for _, answers in sample(tiny, questions, 1, rewards.LIMITS, noise=noise):
-        grades = [answer.grade for answer in grade_answers(rewards, answers)]
+    for rollout in sample(tiny, questions, 1, rewards.LIMITS, noise=noise):
+        grades = [answer.grade for answer in grade_answers(rewards, rollout.answers)]
         assert sum(grade.metrics["structure"] for grade in grades) >= 0.8 * len(grades) >= 4
-        if answers[0].question.kind == "policy":
+        if rollout.kind == "policy":
             assert sum(grade.metrics["legal"] for grade in grades) >= 0.3 * len(grades)

@@ -1,5 +1,6 @@
 """A task that takes milliseconds: two kinds of questions, which a model of random weights answers with random bytes."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -16,6 +17,7 @@ import torch
 from model import GPT, GPTConfig
 from nanorook.task import Grade, Question
 from nanorook.tokenizer import Tokenizer
+from rollout import Rollout
 
 ROOT = Path(__file__).parent.parent
 DEFAULTS = {}
@@ -63,15 +65,25 @@ def questions(count=4):
     return make_questions(load("builtin", None)[0], count, random.Random(0), None)
 
 
-def batches(policy, questions):
+def rollouts(policy, questions):
+    """What a step has before its update: graded answers with their advantages."""
     import train
 
-    noise = train.uniform_numbers(len(questions), train.GROUP_SIZE, 0)
-    parts = train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise)
-    return [
-        train.add_advantages(batch, train.grade_answers(train.task, answers), train.GROUP_SIZE, train.CREDIT)
-        for batch, answers in parts
-    ]
+    noise = train.sampling_noise(len(questions), train.GROUP_SIZE, 0)
+    result = list(train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise))
+    for rollout in result:
+        rollout.answers = train.grade_answers(train.task, rollout.answers)
+        train.add_advantages(rollout, train.CREDIT)
+    return result
+
+
+def advantages(answers, T, credit, step=0):
+    """The advantages (G, T) of the tokens of one group's answers."""
+    import train
+
+    rollout = Rollout(torch.zeros(1, 1), None, torch.zeros(len(answers), T), None, None, None, answers)
+    train.add_advantages(rollout, credit, step)
+    return rollout.advantages
 
 
 def set_all(patch, values, task=sys.modules[__name__]):
@@ -84,8 +96,16 @@ def set_all(patch, values, task=sys.modules[__name__]):
         patch.setitem(known, name, (*known[name][:2], value))
 
 
-def to_cpu(batch):
-    return type(batch)(*(None if x is None else x.to("cpu") for x in batch))
+def to_cpu(rollout):
+    tensors = {name: x for name, x in vars(rollout).items() if isinstance(x, torch.Tensor)}
+    return dataclasses.replace(rollout, **{name: x.to("cpu") for name, x in tensors.items()})
+
+
+def some_rows(rollout, rows):
+    """As if the other rows had not been sampled."""
+    names = "completions", "completion_mask", "rollout_logprobs", "hit_limit", "advantages", "kl_weights"
+    tensors = {name: getattr(rollout, name)[rows] for name in names}
+    return dataclasses.replace(rollout, **tensors, answers=[rollout.answers[row] for row in rows])
 
 
 NO_REPORT = "nanorook.report.write", mock.Mock(return_value="no report")  # which takes a part of a second
