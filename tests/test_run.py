@@ -250,7 +250,8 @@ def state(model, optimizer):
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     monkeypatch.setattr(os, "_exit", Mock())
-    monkeypatch.setattr(parallel, "OTHERS", [other := Mock()])
+    other, errors = Mock(), Mock()
+    monkeypatch.setattr(parallel, "OTHERS", [(other, errors)])
     received = catch_signals()
     os.kill(os.getpid(), signal.SIGINT)
     assert received == [signal.SIGINT] and not os._exit.called and not other.kill.called  # it may finish its step
