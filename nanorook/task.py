@@ -79,9 +79,9 @@ def prompt_text(prompt):
 
 
 def prompt_ids(prompt, tokenizer):
-    """A prompt's token ids, as transformers makes them. Only a Special piece becomes a special token, whatever the texts
-    contain. A plain text gets the tokens that the tokenizer puts before each text; a prompt in pieces does not, as a
-    chat template writes its own."""
+    """A prompt's token ids, as transformers makes them. Only a Special piece becomes a special token, whatever the
+    texts contain. A plain text gets the tokens that the tokenizer puts before each text; a prompt in pieces does not,
+    as a chat template writes its own."""
     if not isinstance(prompt, tuple | list | Special):
         return [*tokenizer.beginning, *tokenizer.encode(prompt)]
     pieces = [prompt] if isinstance(prompt, Special) else [*prompt]
