@@ -115,22 +115,22 @@ class Llama(GPT):
         for layer in layers:
             check_supported(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
 
-        content = {"attention_bias": False, "tie_word_embeddings": False} | content
-        kind, bias, head_dim = content["model_type"], content["attention_bias"], content.get("head_dim")
+        bounds = {"rope_theta": (float, 1, 1e12)}
+        if rope["rope_type"] == "llama3":
+            bounds |= dict.fromkeys(("low_freq_factor", "high_freq_factor"), (float, 0, 1e6))
+            bounds |= {"factor": (float, 1, 1e6), "original_max_position_embeddings": SIZE}
+        check_numbers(file, rope, bounds)
+        if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            fail(f"{file}: high_freq_factor has to be larger than low_freq_factor.")
+        values = {"attention_bias": False, "tie_word_embeddings": False} | content
+        kind, bias, head_dim = values["model_type"], values["attention_bias"], values.get("head_dim")
         sizes = "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size"
         bounds = dict.fromkeys(sizes, SIZE) | {"num_hidden_layers": LAYERS, "rms_norm_eps": SMALL}
         bounds |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS)
         bounds |= dict.fromkeys(("attention_bias", "tie_word_embeddings"), (bool, 0, 1))
-        check_numbers(file, content, bounds | ({} if head_dim is None else {"head_dim": HEADS}))
-        bounds = {"rope_theta": (float, 1, 1e12)}
-        if rope["rope_type"] == "llama3":
-            bounds |= {"factor": (float, 1, 1e6), "low_freq_factor": (float, 0, 1e6)}
-            bounds |= {"high_freq_factor": (float, 0, 1e6), "original_max_position_embeddings": SIZE}
-        check_numbers(file, rope, bounds)
-        if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-            fail(f"{file}: high_freq_factor has to be larger than low_freq_factor.")
+        check_numbers(file, values, bounds | ({} if head_dim is None else {"head_dim": HEADS}))
 
-        width, heads, kv_heads = (content[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        width, heads, kv_heads = (values[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
         if head_dim is None and width % heads:
             fail(f"{file}: hidden_size {width} is not a multiple of num_attention_heads {heads}.")
         head_dim = head_dim or width // heads
@@ -151,7 +151,7 @@ class Llama(GPT):
             qkv_bias=bias or kind == "qwen2",
             o_bias=bias,
             qk_norm=kind == "qwen3",
-            tied=content["tie_word_embeddings"],
+            tied=values["tie_word_embeddings"],
             eos_token_id=content.get("eos_token_id"),
             extra=content,  # all of it, for the task and for save()
         )

@@ -186,8 +186,8 @@ let rec fits t e =
   | Ptyp_constr ({ txt = Lident "bool"; _ }, []), Pexp_construct ({ txt = Lident ("true" | "false"); _ }, None)
   | Ptyp_constr ({ txt = Lident "unit"; _ }, []), Pexp_construct ({ txt = Lident "()"; _ }, None)
   | Ptyp_constr ({ txt = Lident "list"; _ }, [ _ ]), Pexp_construct ({ txt = Lident "[]"; _ }, None) -> true
-  | Ptyp_constr ({ txt = Lident "list"; _ }, [ of_one ]), Pexp_construct (_, Some { pexp_desc = Pexp_tuple [ x; rest ]; _ }) ->
-    fits of_one x && fits t rest
+  | Ptyp_constr ({ txt = Lident "list"; _ }, [ u ]), Pexp_construct (_, Some { pexp_desc = Pexp_tuple [ x; xs ]; _ }) ->
+    fits u x && fits t xs
   | Ptyp_tuple ts, Pexp_tuple es -> List.length ts = List.length es && List.for_all2 fits ts es
   | _ -> false
 
@@ -200,7 +200,7 @@ let rec elements e =
 
 let rec fit t arguments =
   match t.ptyp_desc, arguments with
-  | Ptyp_arrow (_, of_one, t), x :: rest -> fits of_one x && fit t rest
+  | Ptyp_arrow (_, u, t), x :: rest -> fits u x && fit t rest
   | Ptyp_arrow _, [] | _, _ :: _ -> false
   | _, [] -> true
 
@@ -245,17 +245,19 @@ let name_and_type = function
 (* Prints how far the program came: "calls" if those of the task do not fit its signature, "type" if its definitions
    fail, otherwise "run", and then the results. "run" is printed before the calls, which may never end. *)
 let judge scope items signature calls =
-  let last = definitions signature and calls = lone_expression calls in
+  let last = definitions signature and listed = lone_expression calls in
   let f, t = name_and_type last in
-  match List.find_opt (fun call -> not (fit t (elements call))) (elements calls) with
-  | Some call -> Format.printf "calls@.%a" Pprintast.expression call
+  match List.find_opt (fun call -> not (fit t (elements call))) (elements listed) with
+  | Some { pexp_loc = { loc_start; loc_end; _ }; _ } ->
+    print_endline "calls";
+    print_string (String.sub calls loc_start.pos_cnum (loc_end.pos_cnum - loc_start.pos_cnum))
   | None ->
     match execute scope (Ptop_def (items @ last)) with
     | exception _ -> print_string "type"
     | _ ->
       print_endline "run";
       let result arguments = try call t (Toploop.getvalue f) arguments with _ -> "null" in
-      let results = "[" ^ String.concat "," (List.map result (Obj.obj (value calls))) ^ "]" in
+      let results = "[" ^ String.concat "," (List.map result (Obj.obj (value listed))) ^ "]" in
       if String.length results < 60000 then print_endline results (* else it would wait for room in its pipe *)
 
 let written = Bytes.create 65536 (* what a pipe holds, and so the most that a process may write *)

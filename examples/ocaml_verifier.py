@@ -91,8 +91,8 @@ def check_calls(signature, calls):
     There is no program in this request, so none can pretend that the task is wrong."""
     stage, _, call = ask_twice("", signature, calls).partition(b"\n")
     if stage == b"calls":
-        shown = " ".join(call.decode(errors="replace").split())
-        fail(f"the task calls {signature} with the arguments {shown}, which are not of these types.")
+        call = call.decode(errors="replace")
+        fail(f"the task calls {signature} with {call}, which are not arguments of these types.")
     if stage not in (b"type", b"run"):  # "run" if the name is one of the prelude's
         fail(f"the task's signature {signature!r} or its calls {calls!r:.80} are not OCaml, as judge() needs them.")
 

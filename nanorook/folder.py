@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from nanorook.settings import fail
 from nanorook.tokenizer import TOKENIZER_FILES
 
-# The bounds of numbers in config.json, for check_numbers(). All layers are created before a missing tensor is noticed,
-# so their number must not take all of the memory.
+# Types and bounds of numbers in config.json, for check_numbers(). All layers are created before a missing tensor is
+# noticed, so they must not take all of the memory.
 SIZE, LAYERS, HEADS, SMALL = (int, 1, 2**24), (int, 1, 2**10), (int, 1, 2**12), (float, 0, 1)
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64

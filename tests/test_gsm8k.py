@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import time
 from fractions import Fraction
 from types import SimpleNamespace
 from urllib.error import URLError
@@ -61,7 +62,6 @@ def test_a_solution_earns_1_however_its_number_is_written_and_another_number_doe
         f"{whole}",
         f"{whole:,}",
         f"{whole}.00",
-        f"{3 * whole}/3",
         f"${whole}.0",
     ):
         assert graded(final, f"{working}\n#### {same}").reward == 1.0, same
@@ -72,12 +72,37 @@ def test_a_solution_earns_1_however_its_number_is_written_and_another_number_doe
 def test_each_rung_pays_more_than_the_one_before():
     texts = ["9 * 2 = 18", "9 * 2 = 18 ####", "9 * 2 = 17 #### 17", "9 * 2 = 18 #### 18"]
     assert [graded("18", text).reward for text in texts] == [0.0, 0.1, 0.2, 1.0]
-    assert [graded("18", text, hit_limit=True).reward for text in texts] == [0.0, 0.03, 0.06, 0.3]
-    for text in ("#### 18 eggs", "#### 1,8", "#### 18/0", "#### ١٨", f"#### {'9' * 5000}", "#### 18 19"):
+    assert [graded("18", text + "\n", hit_limit=True).reward for text in texts] == [0.0, 0.03, 0.06, 0.3]
+    for text in ("#### 18 eggs", "#### 1,8", "#### 18/0", "#### ١٨", f"#### {'9' * 5000}", "#### 18 19", "#### 36/2"):
         assert graded("18", text).reward == 0.1, text
     for text in ("#### 18\nor\n17", "#### 18\n#### 17", "18", ""):  # the last line counts
         assert not graded("18", text).metrics["right"], text
     assert graded("1.5", "#### 3/2\n").reward == graded("1/2", "#### -$0.50").reward + 0.8 == 1.0
+    assert graded("1/2", "#### .5").reward == graded("-0.5", "#### -.50").reward == 1.0
+    for text in (
+        "#### 18/1",
+        "#### 54/3",
+        "#### 9/.5",
+        "#### .",
+        "#### 36.0/2",
+    ):  # still to be worked out, or no number
+        assert graded("18", text).reward == 0.1, text
+
+
+def test_a_number_that_the_limit_cut_off_is_not_known():
+    """1 may be the beginning of 18."""
+    for text in ("9 / 9 = 1 #### 1", "#### $1", "#### 1."):
+        assert not graded("1", text, hit_limit=True).metrics["right"] and graded("1", text).metrics["right"]
+        assert graded("1", f"{text}\n", hit_limit=True).metrics["right"]
+        cut_off, wrong = (graded(truth, text, hit_limit=True).reward for truth in ("1", "2"))
+        assert cut_off == wrong == pytest.approx(0.06)
+
+
+def test_a_long_answer_is_graded_in_no_time():
+    for text in ("####" + " " * 200_000 + "x", "#" * 200_000, "####\n" * 50_000, " " * 200_000):
+        start = time.process_time()
+        assert graded("18", text).reward <= 0.1
+        assert time.process_time() - start < 0.5
 
 
 def test_the_number_is_judged_by_its_line_and_the_rest_by_the_whole_answer():

@@ -1,4 +1,5 @@
 import errno
+import math
 import os
 import random
 import resource
@@ -225,6 +226,37 @@ def test_ordinary_functions_are_accepted(program, signature, calls, results):
 
 
 @needs_ocaml
+def test_a_float_without_a_value_is_a_result_like_any_other():
+    program, signature, calls = "let f x = 1. /. x", "f : float -> float", ocaml.ocaml([[0.0], [-0.0], [4.0]])
+    assert judge(program, signature, calls) == Verdict(True, True, False, (math.inf, -math.inf, 0.25))
+    verdict = judge("let f x = x /. x, x", "f : float -> float * float", calls)
+    assert verdict.typed and not verdict.ran_away and str(verdict.results) == "([nan, 0], [nan, 0], [1, 4])"
+
+
+WRONG_CALLS = {  # a signature and calls, and which of them the sentence names
+    ("f : int -> int", "[[1]; [3.0]]"): "[3.0], which are not arguments of these types",
+    ("f : float -> float", "[[3]]"): "[3], which are not",
+    ("f : int -> int", "[[3; 4]]"): "[3; 4], which are not",
+    ("f : int -> int -> int", "[[3]]"): "[3], which are not",
+    ("f : int * bool -> int", "[[(1, 2)]]"): "[(1, 2)], which are not",
+    ("f : int list -> int", "[[[1; true]]]"): "[[1; true]], which are not",
+    ("f int", "[[3]]"): "'f int' or its calls '[[3]]' are not OCaml",
+    ("f : int -> int", "[[3]"): "its calls '[[3]' are not OCaml",
+}
+
+
+@needs_ocaml
+@pytest.mark.parametrize("signature, calls", WRONG_CALLS)
+def test_what_a_tasks_author_did_wrong_is_said_and_no_program_can_say_so(signature, calls):
+    """A float in the place of an int was read as an address."""
+    with pytest.raises(SystemExit) as end:
+        judge("let f x = x", signature, calls)
+    assert WRONG_CALLS[signature, calls] in str(end.value) and "\n" not in str(end.value)
+    assert a_right_answer_is_right()
+    assert judge("let f x = x", "f : 'a list -> 'a list", "[[[1; 2]]]").results == (None,)  # 'a cannot be shown
+
+
+@needs_ocaml
 def test_the_type_is_the_one_that_the_task_names():
     """Were it the program's own, a number would be called as a function, or read as a string."""
     for other in ("let f (a : string) (b : string) = String.length a", "let f g x = g (g x)", "let g a b = a + b"):
@@ -361,6 +393,7 @@ def cpu_seconds(pid):
 def test_a_process_refuses_many_programs_each_in_a_time_of_its_own_but_judges_one():
     if not wall_stands():
         pytest.skip("the kernel refuses the namespaces of the outer wall")
+    assert a_right_answer_is_right()  # and the calls of the task have been checked
     waiting = three_processes()[-1]
     for i in range(1000):
         assert run(f" {i} " + "(fun x -> " * 400) == Verdict()

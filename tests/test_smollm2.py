@@ -16,6 +16,7 @@ SUMS = {  # worst first: the answer, its reward, whether it is a sum alone and w
     "": (0, 0, 0),
     "What a question!": (0, 0, 0),
     "The answer is 95.": (0.15, 0, 0),  # a digit of two is right
+    "47 + 38 = ٨٥": (0.15, 0, 0),  # only its right digit, the last of 38, is paid for
     "47 + 38 = 185": (0.5, 1, 0),
     "It is 38 + 47 = 85": (0.7, 0, 1),
     "So 47 + 38 = 85": (0.8, 0, 1),
@@ -55,6 +56,16 @@ def test_better_answers_earn_more_and_those_without_an_end_less(task, question, 
     for text, grade in grades.items():
         assert task.grade(question, text, hit_limit=True).reward <= round(0.3 * grade.reward, 9)
     assert not adds.grade(SUM, "47 + 38 = 85", hit_limit=True).metrics["alone"]
+
+
+def test_a_number_that_the_limit_cut_off_is_not_known():
+    """3 may be the beginning of 31."""
+    told = TOLD._replace(truth=TOLD.truth | {"age": 3})
+    for text, known in (('{"age": 3', False), ('{"age": 3,', True), ('{"age": 3 ', True), ('{"age": 3}', True)):
+        values = [dict(piece[:2] for piece in records.grade(told, text, cut).pieces)["age"] for cut in (True, False)]
+        assert values == [0.2 * known, 0.2]
+    pieces = records.grade(TOLD, '{"name": "Lena"', hit_limit=True).pieces  # a text ends with its quotation mark
+    assert dict(piece[:2] for piece in pieces)["name"] == 0.2
 
 
 def test_a_digit_or_a_value_is_judged_where_it_stands():

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import toy
-from nanorook.tokenizer import Tokenizer
+from nanorook.task import prompt_ids
+from nanorook.tokenizer import Special, Tokenizer
 from rollout import detokenize, sample
 
 ODD_TEXTS = ["", "\n\n  \t x", "it's é — 中文 🙂 1234567", "A: e2e4+0.001+0+0\r\n", "a9h0ha1b2\0"]
@@ -122,6 +123,98 @@ def test_no_text_becomes_a_special_token_and_a_byte_without_a_token_is_left_out(
     assert tokenizer.token_bytes[tokenizer.special_id("<|im_start|>")] == b"<|im_start|>"
     with pytest.raises(SystemExit, match="the model's tokenizer has no token <think>"):
         tokenizer.special_id("<think>")
+
+
+def template(*names):
+    """A post_processor that writes special tokens around a text, "A", such as Llama 3's."""
+    written = [{"Sequence" if name == "A" else "SpecialToken": {"id": name, "type_id": 0}} for name in names]
+    tokens = {name: {"id": name, "ids": [SPECIAL.index(name)], "tokens": [name]} for name in names if name != "A"}
+    pair = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    return {"type": "TemplateProcessing", "single": written, "pair": pair, "special_tokens": tokens}
+
+
+SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+ROBERTA = {"type": "RobertaProcessing", "cls": [SPECIAL[1], 1], "sep": [SPECIAL[2], 2]}
+BEGINNINGS = {  # a post_processor, what it puts before a text, and what after it
+    "none": (None, [], []),
+    "ByteLevel": (LEVEL, [], []),
+    "an empty template": (template("A"), [], []),
+    "a template": (template(SPECIAL[1], "A"), [1], []),
+    "two tokens": (template(SPECIAL[0], SPECIAL[1], "A"), [0, 1], []),
+    "Llama 3": ({"type": "Sequence", "processors": [LEVEL, template(SPECIAL[0], "A")]}, [0], []),
+    "an end": (template(SPECIAL[1], "A", SPECIAL[2]), [1], [2]),
+    "RoBERTa": (ROBERTA | {"trim_offsets": True, "add_prefix_space": False}, [1], [2]),
+    "BERT": (ROBERTA | {"type": "BertProcessing"}, [1], [2]),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_a_plain_prompt_begins_as_in_transformers_and_a_chat_as_its_template_says(name, tmp_path):
+    """A prompt has no end, whatever the tokenizer puts there: an answer follows."""
+    processor, before, after = BEGINNINGS[name]
+    content = json.loads((PUBLISHED / "smollm2/tokenizer.json").read_text()) | {"post_processor": processor}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer, reference = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("", "What is 2 + 3?", " <x> \n"):
+        ids = tokenizer.encode(text)
+        assert [*prompt_ids(text, tokenizer), *after] == [*before, *ids, *after] == reference(text).input_ids
+        chat = reference(SPECIAL[1] + text, add_special_tokens=False).input_ids
+        assert prompt_ids((Special(SPECIAL[1]), text), tokenizer) == [1, *ids] == chat
+        assert prompt_ids((text,), tokenizer) == ids  # of a template without special tokens
+
+
+def test_a_post_processor_that_is_not_known_is_refused(tmp_path):
+    content = json.loads((PUBLISHED / "smollm2/tokenizer.json").read_text())
+    for processor, reason in (
+        ({"type": "Other"}, "its post_processor .*Other.* is not supported"),
+        ({"type": "Sequence", "processors": [template("A"), template("A")]}, "is not supported"),
+        (template("A") | {"single": []}, "ValueError"),
+        (ROBERTA | {"cls": ["<s>", 77777]}, r"adds \(77777,\), but not all of these are ids"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"post_processor": processor}))
+        with pytest.raises(SystemExit, match=reason):
+            Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_gpt2s_older_files_name_a_beginning_in_tokenizer_config(bpe_folder, tmp_path, added):
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(bpe_folder / name, tmp_path / name)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": added}))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer, reference = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (
+        prompt_ids("a b", tokenizer)
+        == reference("a b").input_ids
+        == [*[tokenizer.eos] * added, *tokenizer.encode("a b")]
+    )
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("sides", [(False, False), (True, False), (False, True), (True, True)])
+def test_a_special_token_takes_the_white_space_next_to_it_if_its_folder_says_so(where, sides, tmp_path):
+    shutil.copytree(PUBLISHED / "smollm2", tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    token, other = content["added_tokens"][1:3]
+    stripping = token | {"lstrip": sides[0], "rstrip": sides[1]}
+    if where == "tokenizer.json":
+        content["added_tokens"][1] = stripping
+        (tmp_path / "tokenizer_config.json").unlink()
+    else:
+        decoder = {str(token.pop("id")): {name: value for name, value in stripping.items() if name != "id"}}
+        content["added_tokens"][1] = token | {"id": 1}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": decoder}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer, reference = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    name, end = Special(token["content"]), Special(other["content"])
+    for prompt in (
+        (name, "\n user \u00a0\u3000", name, " ", name, "\x1c  \t", end, " x\n", name),
+        (" a ", end, "  \n b", name, end, "\r\n", name, "c "),
+    ):
+        assert prompt_ids(prompt, tokenizer) == reference("".join(prompt), add_special_tokens=False).input_ids
 
 
 ENDS = {  # the files that say what ends an answer, and what does

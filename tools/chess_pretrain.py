@@ -60,7 +60,7 @@ def task_and_rows(text):
 def arguments():
     usage, style = "python -m tools.chess_pretrain OUT [--NAME VALUE ...]", argparse.ArgumentDefaultsHelpFormatter
     p = argparse.ArgumentParser("python -m tools.chess_pretrain", usage, formatter_class=style)
-    count, rate = number(int, 1), number(float, 0, 1)
+    count, rate, length = number(int, 1), number(float, 0, 1), number(int, POSITIONS)
     p.add_argument("out", type=Path, help="the model folder to write; run the same command again to resume")
     p.add_argument("--data", nargs="+", default=["builtin"], help="labelled positions, as rook/positions.py reads them")
     p.add_argument("--init", help="start from this model, with its format and sizes")
@@ -69,7 +69,7 @@ def arguments():
     p.add_argument("--layers", type=count, default=6, help="12 for GPT-2 124M")
     p.add_argument("--width", type=count, default=256, help="768 for GPT-2 124M")
     p.add_argument("--heads", type=count, default=8, help="12 for GPT-2 124M")
-    p.add_argument("--positions", type=number(int, POSITIONS), default=320, help="tokens of a text; GPT-2: 1024")
+    p.add_argument("--positions", type=length, default=320, help="most tokens in a text; 1024 for GPT-2 124M")
     p.add_argument("--steps", type=count, default=32000, help="number of steps, from the beginning of the run")
     p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
     p.add_argument("--legal-steps", type=count, default=texts.LEGAL_STEPS, help="steps until L: texts have faded")
