@@ -131,7 +131,7 @@ def test_as_a_user_starts_it(toy_run, tmp_path, toy_model):
     toy_run(EVAL_POSITIONS=6, TEMPERATURE=0.5)
     model = tmp_path / "out" / "step-000002"
     told = toy.user_runs("-m", "tools.evaluate", model)
-    assert f"6 held-out questions of {toy.__file__}: A is {toy_model}, B is {model}\n" in told.stdout, told.stderr
+    assert f"6 held-out questions of tests/toy.py: A is {toy_model}, B is {model}\n" in told.stdout, told.stderr
     assert "short reward T=0.5" in told.stdout
     told = toy.user_runs("-m", "tools.ask", model, "--answers", "1")
     assert told.stdout.count("T=0.5  ->") == 3, told.stderr

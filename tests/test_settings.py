@@ -72,7 +72,8 @@ def test_a_file_has_one_spelling(program, tmp_path, monkeypatch):
     (tmp_path / "start").mkdir()
 
     def spellings(name, *texts):
-        return {program(f"{name}={text}") and setting(name, "", "a path") for text in texts}
+        setting(name, "default", "a path")  # otherwise program() would refuse the argument
+        return {program(f"{name}={text}") and setting(name, "default", "a path") for text in texts}
 
     letters, tiny = settings.ROOT / "examples" / "letters.py", settings.ROOT / "weights" / "tiny"
     tasks = "examples/letters.py", "./examples/letters.py", "examples/../examples/letters.py", letters

@@ -135,11 +135,11 @@ def test_intervals_over_seeds_hold_for_other_seeds_and_questions(seeds, share, p
     assert without == held or without < 0.85 * REPETITIONS  # the mistake that was made
 
 
-@pytest.mark.parametrize("share, pool", [(0.45, 4000), (0.95, 4000), (0.95, 2000)])
-def test_they_also_hold_where_three_seeds_share_a_few_questions(share, pool):
-    """Each seed draws 400 of these questions, so that two seeds share a tenth or a fifth of theirs. By chance, three
-    means are often closer to each other than their questions allow."""
-    rng, held, times = numpy.random.default_rng(1), 0, 1000
+@pytest.mark.parametrize("share", [0.45, 0.95])
+def test_they_also_hold_where_three_seeds_share_a_few_questions(share, pool=4000):
+    """Each seed draws 400 of 4,000 questions, so that two seeds share a tenth of theirs. By chance, three means are
+    often closer to each other than different questions allow."""
+    rng, held, times = numpy.random.default_rng(1), 0, 500
     for _ in range(times):
         chance = 0.1 * share + 0.9 * (rng.random(pool) < share)
         names = [rng.choice(pool, QUESTIONS, replace=False) for _ in range(3)]
@@ -147,7 +147,7 @@ def test_they_also_hold_where_three_seeds_share_a_few_questions(share, pool):
         figures = [interval(of_seed.tolist()) for of_seed in values]
         mean, half, _ = over_seeds(figures, shared_variance(names, values))
         held += abs(mean - share) <= half
-    assert 0.94 * times <= held <= 0.99 * times
+    assert 0.945 * times <= held <= 0.985 * times
 
 
 def test_a_table_has_the_rows_of_all_its_columns_and_marks_what_is_more_than_noise():
