@@ -57,16 +57,22 @@ show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):
-    return mating.beside(source, *load_positions(source))
+    items = mating.beside(source, *positions.split(positions.load_unfinished(source)))
+    warn_of_missing_labels([p for side in items for kind, p in side if kind == "moves"])
+    return items
 
 
 def load_positions(source):
     found = positions.load_unfinished(source)
+    warn_of_missing_labels(found)
+    return positions.split(found)
+
+
+def warn_of_missing_labels(found):
     unknown = sum(not p.moves for p in found)
     if unknown and not stockfish.find():
         parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves earn nothing there: "
                      "install Stockfish, or label them with tools.chess_label.")  # fmt: skip
-    return positions.split(found)
 
 
 def make_questions(items, count, rng, config):

@@ -47,7 +47,7 @@ def greedy_move(board, rng):
 
     def gain(move):
         taken = board.piece_type_at(move.to_square)  # none if en passant
-        gained = VALUES.get(taken, 0) + VALUES.get(move.promotion, 0)
+        gained = VALUES.get(taken, 0) + VALUES.get(move.promotion, 0) + (taken is not None)  # exchanges, too
         risked = VALUES[board.piece_type_at(move.from_square)]
         return gained - risked * board.is_attacked_by(not board.turn, move.to_square) + rng.random()
 

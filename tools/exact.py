@@ -155,6 +155,8 @@ def figures(model, task, questions, temperature):
     metrics that are 0 or 1, and the reward, of which unlisted answers may earn more; for questions with listed answers
     alone. A metric that all listed answers have says no more than `other`."""
     found, questions = {}, listed(task, questions)
+    if not questions:
+        return found
     policies = policy(model, task.LIMITS, questions, temperature)
     for kind in dict.fromkeys(question.question.kind for question in questions):
         some = [(q, p) for q, p in zip(questions, policies) if q.question.kind == kind]
