@@ -95,30 +95,32 @@ def ask(*parts):
     """(what the process of a request wrote, whether it ended by itself); None where the process that forks has died."""
     process, reading, writing = toplevel()
     parts = [part.encode(errors="replace") for part in (str(writing), *parts)]
-    written = b""
+    written, status, waits = b"", b"", 0
     try:
         process.stdin.write(";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts))
         process.stdin.flush()
-        waits = 0
         while waits < WAITS and len(written) < MOST:
             ready = select.select([reading, process.stdout], [], [], 0.1)[0]
-            waits += not ready
             if reading in ready:
                 written += os.read(reading, 2**16)
-            elif ready:  # it has said all, and everything that the process wrote has been read
+            elif ready:
                 status = process.stdout.readline()
-                return (written, status == b"ended\n") if status else died()
-        stop()
-        return written, False
+                break
+            else:
+                waits += 1
+        while status and select.select([reading], [], [], 0)[0]:  # what came after the last look and before the end
+            written += os.read(reading, 2**16)
     except BrokenPipeError:
-        return died()
+        stop()
+        return None
     except BaseException:
         stop()  # else what was not read would be taken for the answer to the next request
         raise
-
-
-def died():
+    if status:
+        return written, status == b"ended\n"
     stop()
+    late = waits == WAITS or len(written) >= MOST
+    return (written, False) if late else None
 
 
 def frames_of(written):
