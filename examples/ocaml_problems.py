@@ -112,8 +112,8 @@ def grade(question, text, hit_limit=False):
     pieces.append(("words", STYLE * bool(after and verdict.parses), *[after] * bool(after)))
     if hit_limit or verdict.ran_away:
         pieces.append(runaway(pieces))
-    right = bool(verdict.passed) and all(verdict.passed)
-    metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares), "right": right}
+    metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares)}
+    metrics["right"] = verdict.right
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 

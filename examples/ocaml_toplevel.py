@@ -47,6 +47,10 @@ class Verdict(NamedTuple):
     ran_away: bool = False  # it did not end by itself
     passed: tuple = ()  # for each assertion
 
+    @property
+    def right(self):
+        return bool(self.passed) and all(self.passed)
+
 
 def prepare(id, text, tests, solution=""):
     """A Problem, or the reason why it cannot be one."""
@@ -59,7 +63,7 @@ def prepare(id, text, tests, solution=""):
     problem = Problem(id, text, definitions, signature, name, type, calls, expected, tuple(s == "true" for s in shown))
     if len(set(paid(problem))) < 2:
         return "no two assertions that it does not show as examples expect different values, so a constant would pass"
-    if annotated == "false" and not all(judge(problem, solution).passed):
+    if annotated == "false" and not judge(problem, solution).right:
         return "its signature does not say all types, and its solution does not pass"
     return problem
 
@@ -129,11 +133,11 @@ def frames_of(written):
     frames = []
     while written:
         found = re.match(rb"(\d{1,7})\n", written)
-        end = found.end() + int(found[1]) if found else 0
-        if not found or end > len(written):
+        length = int(found[1]) if found else 0
+        if not found or len(written) < found.end() + length:
             return [*frames, "malformed"]
-        frames.append(written[found.end() : end].decode(errors="replace"))
-        written = written[end:]
+        frames.append(written[found.end() : found.end() + length].decode(errors="replace"))
+        written = written[found.end() + length :]
     return frames
 
 

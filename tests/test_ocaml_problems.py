@@ -123,7 +123,8 @@ def test_a_signature_without_types_takes_that_of_a_solution_that_passes():
     problem = prepare("last", text, tests, solution)
     assert problem.type == "'a list -> 'a option" and earned(problem, solution) == 1
     assert earned(problem, "function [] -> None | (x : int) :: rest -> Some x") == pytest.approx(0.1)  # not any list
-    assert "solution does not pass" in prepare("last", text, tests, "function [] -> None | x :: _ -> Some x")
+    for wrong in ("function [] -> None | x :: _ -> Some x", "function [] -> exit 0 | x :: _ -> Some x"):
+        assert "solution does not pass" in prepare("last", text, tests, wrong)
     assert "says the type" in prepare("last", text, tests)
 
 
