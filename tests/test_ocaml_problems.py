@@ -395,6 +395,19 @@ def test_side_effects_do_not_change_what_a_right_answer_earns(effect, squares):
     assert earned(squares, f"{effect}\n{RIGHT}") == 1
 
 
+def test_no_request_with_an_answer_has_an_expected_value_in_it(monkeypatch):
+    requests = []
+    monkeypatch.setattr(
+        ocaml_toplevel, "ask", lambda *parts, ask=ocaml_toplevel.ask: requests.append(parts) or ask(*parts)
+    )
+    tests = assertions("squares [111] = 12321", "squares [-111; 1] = 12322", "squares [] = 0")
+    problem = prepare("squares", SQUARES, tests)
+    assert judge(problem, RIGHT).right
+    first, second = map(repr, requests)
+    assert "12321" in first and "List.fold_left" not in first and "squares [-111; 1]" in second
+    assert "List.fold_left" in second and "1232" not in second
+
+
 def test_left_sides_mean_what_they_meant_to_the_author_of_the_tests():
     text = "(** The digits of n. *)\nlet digits (n : int) : string ="
     problem = prepare("digits", text, assertions("int_of_string (digits 12) = 12", "String.length (digits 345) = 3"))
