@@ -6,9 +6,9 @@ A problem is a comment with examples and a signature; an answer is the body that
 a fence or bare. It may use all of OCaml. ocaml_toplevel.py says whether it parses, has the right type and passes the
 tests. Without a MODEL, SmolLM2-135M-Instruct is trained, which fits on a CPU and solves almost nothing.
 
-DATA names a file of other problems, .csv or .jsonl, perhaps with .gz. A row has an id, a problem that ends with the
-signature and `=`, tests (`let () = assert (...); ...`), and perhaps a solution, which is used only where the signature
-does not say all types. Rows with held_out=true are evaluated on; if no row says so, one problem in ten.
+DATA names a file of other problems, .csv or .jsonl, perhaps with .gz. A row has an id, a problem (or prompt) that ends
+with the signature and `=`, tests (`let () = assert (...); ...`), and perhaps a solution, which is used only where the
+signature does not say all types. Rows with held_out=true are evaluated on; if no row says so, one problem in ten.
 """
 
 import csv
@@ -48,7 +48,7 @@ def load(source, config):
     found, left_out = {}, []
     for number, row in enumerate(read(file), 1):
         name = str(row.get("id") or f"row {number}")
-        text, tests = row.get("problem"), row.get("tests")
+        text, tests = row.get("problem") or row.get("prompt"), row.get("tests")
         if isinstance(text, str) and isinstance(tests, str):
             problem = prepare(name, text, tests, str(row.get("solution") or ""))
         else:
@@ -113,8 +113,8 @@ def grade(question, text, hit_limit=False):
     pieces.append(("words", STYLE * bool(after and verdict.parses), *[after] * bool(after)))
     if hit_limit or verdict.ran_away:
         pieces.append(runaway(pieces))
-    right = bool(verdict.passed) and all(verdict.passed)
-    metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares), "right": right}
+    metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares)}
+    metrics["right"] = verdict.right
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 

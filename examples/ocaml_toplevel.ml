@@ -8,18 +8,19 @@ open Stdlib
 open Parsetree
 
 let longest = 4000 (* bytes of a printed value *)
+let cpu_seconds = 0.5 (* for one request *)
 
 (* What the toplevel would have printed about the last phrase. *)
 let outcome = ref None
 
-let nowhere = Format.make_formatter (fun _ _ _ -> ()) ignore
+let silent = Format.make_formatter (fun _ _ _ -> ()) ignore
 
 exception Raised
 
 (* Types, compiles and runs items in the current scope, which they extend. A type error is an exception of its own. *)
 let execute items =
   outcome := None;
-  if not (Toploop.execute_phrase true nowhere (Ptop_def items)) then raise Raised
+  if not (Toploop.execute_phrase true silent (Ptop_def items)) then raise Raised
 
 (* No directives: they are not part of the language, and reach into the toplevel. *)
 let structure text =
@@ -30,6 +31,11 @@ let expression text =
   match structure text with
   | [ { pstr_desc = Pstr_eval (e, _); _ } ] -> e
   | _ -> failwith "this is not an expression"
+
+(* What has no place in a text *)
+let nowhere = (expression "()").pexp_loc
+let item_of pstr_desc = { pstr_desc; pstr_loc = nowhere }
+let module_of pmod_desc = { pmod_desc; pmod_loc = nowhere; pmod_attributes = [] }
 
 (* The toplevel was started without the standard library in scope; answers may use all of it. *)
 let clean =
@@ -66,7 +72,7 @@ let as_text print x =
 
 (* Evaluates an expression in the current scope. *)
 let value_of e =
-  execute [ { pstr_desc = Pstr_eval (e, []); pstr_loc = e.pexp_loc } ];
+  execute [ item_of (Pstr_eval (e, [])) ];
   match !outcome with
   | Some (Outcometree.Ophr_eval (value, _)) -> as_text !Toploop.print_out_value (printable value)
   | _ -> raise Unprintable
@@ -122,11 +128,11 @@ let applied e =
 
 (* Whether a text has a word, be it in a string or a comment: what only looks like the function counts as well. *)
 let has word text =
-  let letter i = i >= 0 && i < String.length text && letter text.[i] in
+  let letter_at i = i >= 0 && i < String.length text && letter text.[i] in
   let length = String.length word in
   let rec from i =
     i + length <= String.length text
-    && ((String.sub text i length = word && (not (letter (i - 1))) && not (letter (i + length))) || from (i + 1))
+    && ((String.sub text i length = word && (not (letter_at (i - 1))) && not (letter_at (i + length))) || from (i + 1))
   in
   from 0
 
@@ -176,12 +182,12 @@ let type_of name =
 
 (* An answer is a definition of the function, perhaps with others around it, or the text that continues the signature.
    A type that the problem defines may be defined again: were it kept, it would be another type of the same name. *)
-let definitions ~prelude ~head ~name answer =
+let items_of ~definitions ~signature ~name answer =
   match structure answer with
   | items when List.exists (defines name) items ->
-    let given = List.map (fun item -> spaced (text_at item.pstr_loc prelude)) (structure prelude) in
+    let given = List.map (fun item -> spaced (text_at item.pstr_loc definitions)) (structure definitions) in
     List.filter (fun item -> not (List.mem (spaced (text_at item.pstr_loc answer)) given)) items
-  | _ | (exception _) -> structure (head ^ "\n" ^ answer)
+  | _ | (exception _) -> structure (signature ^ "\n" ^ answer)
 
 let comparisons = [ "="; "<>"; "=="; "!="; "<"; ">"; "<="; ">="; "||" ]
 
@@ -222,19 +228,19 @@ let assertions_of_item item =
    whether the signature says that type; then for each assertion the left side, the expected value, and whether the
    problem shows it as an example. *)
 let prepare problem tests solution examples =
-  let prelude, head, name, binding = split problem in
-  (try execute (structure prelude) with _ -> leave_out "the definitions before its signature do not compile");
+  let definitions, signature, name, binding = split problem in
+  (try execute (structure definitions) with _ -> leave_out "the definitions before its signature do not compile");
   let given = match binding.pvb_pat.ppat_desc with Ppat_constraint _ -> true | _ -> annotated binding.pvb_expr in
   let its_type =
     try
-      if given then execute (structure (head ^ " assert false"))
+      if given then execute (structure (signature ^ " assert false"))
       else begin
         (* This types a solution and runs nothing of it. *)
-        match structure "module type Solution = module type of struct end" with
-        | [ { pstr_desc = Pstr_modtype ({ pmtd_type = Some ({ pmty_desc = Pmty_typeof body; _ } as t); _ } as m); _ } as item ] ->
-          let body = { body with pmod_desc = Pmod_structure (definitions ~prelude ~head ~name solution) } in
-          execute [ { item with pstr_desc = Pstr_modtype { m with pmtd_type = Some { t with pmty_desc = Pmty_typeof body } } } ]
-        | _ -> assert false
+        let solution = module_of (Pmod_structure (items_of ~definitions ~signature ~name solution)) in
+        let its_type = { pmty_desc = Pmty_typeof solution; pmty_loc = nowhere; pmty_attributes = [] } in
+        let pmtd_name = { Location.txt = "Solution"; loc = nowhere } in
+        execute [ item_of (Pstr_modtype
+          { pmtd_name; pmtd_type = Some its_type; pmtd_attributes = []; pmtd_loc = nowhere }) ]
       end;
       type_of name
     with _ -> leave_out "neither its signature nor a solution says the type of the function"
@@ -257,28 +263,29 @@ let prepare problem tests solution examples =
     [ text; expected; string_of_bool (List.mem (spaced text) shown) ]
   in
   let found = List.concat_map (cases name tests) (List.concat_map assertions_of_item items) in
-  [ prelude; head; name; its_type; string_of_bool given ] @ List.concat_map case found
+  [ definitions; signature; name; its_type; string_of_bool given ] @ List.concat_map case found
 
 (* An answer *)
 
+(* A functor without arguments that yields the function, with the wanted type, of the items of an answer. The answer is
+   put into the syntax tree, as text could close the functor. *)
 let functor_of items name its_type =
-  match structure (Printf.sprintf "module Answer () : sig val %s : %s end = struct end" name its_type) with
-  | [ { pstr_desc = Pstr_module ({ pmb_expr = { pmod_desc = Pmod_functor (unit, ({ pmod_desc =
-        Pmod_constraint (body, signature); _ } as typed)); _ } as whole; _ } as binding); _ } as item ] ->
-    let body = { body with pmod_desc = Pmod_structure items } in
-    let typed = { typed with pmod_desc = Pmod_constraint (body, signature) } in
-    let whole = { whole with pmod_desc = Pmod_functor (unit, typed) } in
-    [ { item with pstr_desc = Pstr_module { binding with pmb_expr = whole } } ]
-  | _ -> failwith name
+  match structure (Printf.sprintf "module type Wanted = sig val %s : %s end" name its_type) with
+  | [ { pstr_desc = Pstr_modtype { pmtd_type = Some wanted; _ }; _ } ] ->
+    let typed = module_of (Pmod_constraint (module_of (Pmod_structure items), wanted)) in
+    let pmb_name = { Location.txt = Some "Answer"; loc = nowhere } in
+    let pmb_expr = module_of (Pmod_functor (Unit, typed)) in
+    item_of (Pstr_module { pmb_name; pmb_expr; pmb_attributes = []; pmb_loc = nowhere })
+  | _ -> failwith its_type
 
 (* `put` tells how far the answer came: "parses", then "typed", then a frame for each left side, then "end". The answer
    is the body of a functor, so it is typed and compiled before any of it runs, and its function is all that the left
    sides can see of it: they mean what they meant to the author of the tests, whatever the answer has redefined. *)
-let judge put prelude head name its_type answer lefts =
-  execute (structure prelude);
-  let items = definitions ~prelude ~head ~name answer in
+let judge put definitions signature name its_type answer lefts =
+  execute (structure definitions);
+  let items = items_of ~definitions ~signature ~name answer in
   put "parses";
-  execute (functor_of items name its_type);
+  execute [ functor_of items name its_type ];
   put "typed";
   execute (structure "include Answer ()");
   let scope = !Toploop.toplevel_env in
@@ -312,10 +319,10 @@ let answer_request own =
       let frame = Printf.sprintf "%d\n%s" (String.length text) text in
       ignore (Unix.write_substring to_python frame 0 (String.length frame))
     in
-    ignore Unix.(setitimer ITIMER_PROF { it_interval = 0.; it_value = 0.5 });
+    ignore Unix.(setitimer ITIMER_PROF { it_interval = 0.; it_value = cpu_seconds });
     match request with
-    | "answer" :: prelude :: head :: name :: its_type :: answer :: lefts ->
-      (try judge put prelude head name its_type answer lefts with _ -> ())
+    | "answer" :: definitions :: signature :: name :: its_type :: answer :: lefts ->
+      (try judge put definitions signature name its_type answer lefts with _ -> ())
     | "problem" :: problem :: tests :: solution :: examples ->
       List.iter put (match prepare problem tests solution examples with
         | fields -> "problem" :: fields
@@ -349,14 +356,16 @@ let rec serve () =
 
 let () =
   Toploop.max_printer_depth := 200;
-  Toploop.max_printer_steps := 500; (* a value of the longest that a test may expect has fewer parts *)
+  Toploop.max_printer_steps := 500; (* parts of a value; thousands would take as long as a program may *)
   (* What the compiler loads and computes for a first program need not be loaded again by each process. *)
-  execute (structure "module M = Map.Make (String) module S = Set.Make (Int) let a, b, c, d = List.map, Array.map, Hashtbl.find, \
-    Printf.sprintf \"%d\" let e, f, g, h = String.sub, Char.code, Option.map, Buffer.add_char let i, j, k, l = Bytes.get, \
-    Seq.map, Float.abs, Queue.add let m, n, o, p = Stack.push, Fun.id, Result.map, Int.max let q, r = Bool.not, Lazy.force");
+  execute (structure {|
+    module M = Map.Make (String)
+    module S = Set.Make (Int)
+    let _ = List.map, Array.map, Hashtbl.find, Printf.sprintf "%d", String.sub, Char.code, Option.map, Buffer.add_char
+    let _ = Bytes.get, Seq.map, Float.abs, Queue.add, Stack.push, Fun.id, Result.map, Int.max, Bool.not, Lazy.force|});
   ignore (value_of (expression "[ Some 1.5, \"a\" ]"));
   Toploop.toplevel_env := clean;
-  (* A page that a fork changes is copied first, and a garbage collection changes most of them; see ocaml_verifier.ml. *)
+  (* A page that a fork changes is copied first, and a garbage collection changes most; see ocaml_verifier.ml. *)
   Gc.(set { (get ()) with minor_heap_size = 1_000_000; space_overhead = 1 });
   Gc.compact ();
   Gc.(set { (get ()) with space_overhead = 1000 });

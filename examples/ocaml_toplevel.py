@@ -47,6 +47,10 @@ class Verdict(NamedTuple):
     ran_away: bool = False  # it did not end by itself
     passed: tuple = ()  # for each assertion
 
+    @property
+    def right(self):
+        return bool(self.passed) and all(self.passed)
+
 
 def prepare(id, text, tests, solution=""):
     """A Problem, or the reason why it cannot be one."""
@@ -59,7 +63,7 @@ def prepare(id, text, tests, solution=""):
     problem = Problem(id, text, definitions, signature, name, type, calls, expected, tuple(s == "true" for s in shown))
     if len(set(paid(problem))) < 2:
         return "no two assertions that it does not show as examples expect different values, so a constant would pass"
-    if annotated == "false" and not all(judge(problem, solution).passed):
+    if annotated == "false" and not judge(problem, solution).right:
         return "its signature does not say all types, and its solution does not pass"
     return problem
 
@@ -95,30 +99,32 @@ def ask(*parts):
     """(what the process of a request wrote, whether it ended by itself); None where the process that forks has died."""
     process, reading, writing = toplevel()
     parts = [part.encode(errors="replace") for part in (str(writing), *parts)]
-    written = b""
+    written, status, waits = b"", b"", 0
     try:
         process.stdin.write(";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts))
         process.stdin.flush()
-        waits = 0
         while waits < WAITS and len(written) < MOST:
             ready = select.select([reading, process.stdout], [], [], 0.1)[0]
-            waits += not ready
             if reading in ready:
                 written += os.read(reading, 2**16)
-            elif ready:  # it has said all, and everything that the process wrote has been read
+            elif ready:
                 status = process.stdout.readline()
-                return (written, status == b"ended\n") if status else died()
-        stop()
-        return written, False
+                break
+            else:
+                waits += 1
+        while status and select.select([reading], [], [], 0)[0]:  # what came after the last look and before the end
+            written += os.read(reading, 2**16)
     except BrokenPipeError:
-        return died()
+        stop()
+        return None
     except BaseException:
         stop()  # else what was not read would be taken for the answer to the next request
         raise
-
-
-def died():
+    if status:
+        return written, status == b"ended\n"
     stop()
+    late = waits == WAITS or len(written) >= MOST
+    return (written, False) if late else None
 
 
 def frames_of(written):
@@ -127,11 +133,11 @@ def frames_of(written):
     frames = []
     while written:
         found = re.match(rb"(\d{1,7})\n", written)
-        end = found.end() + int(found[1]) if found else 0
-        if not found or end > len(written):
+        length = int(found[1]) if found else 0
+        if not found or len(written) < found.end() + length:
             return [*frames, "malformed"]
-        frames.append(written[found.end() : end].decode(errors="replace"))
-        written = written[end:]
+        frames.append(written[found.end() : found.end() + length].decode(errors="replace"))
+        written = written[found.end() + length :]
     return frames
 
 

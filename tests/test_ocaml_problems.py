@@ -123,7 +123,8 @@ def test_a_signature_without_types_takes_that_of_a_solution_that_passes():
     problem = prepare("last", text, tests, solution)
     assert problem.type == "'a list -> 'a option" and earned(problem, solution) == 1
     assert earned(problem, "function [] -> None | (x : int) :: rest -> Some x") == pytest.approx(0.1)  # not any list
-    assert "solution does not pass" in prepare("last", text, tests, "function [] -> None | x :: _ -> Some x")
+    for wrong in ("function [] -> None | x :: _ -> Some x", "function [] -> exit 0 | x :: _ -> Some x"):
+        assert "solution does not pass" in prepare("last", text, tests, wrong)
     assert "says the type" in prepare("last", text, tests)
 
 
@@ -238,6 +239,7 @@ def test_a_model_with_a_chat_template_is_asked_in_a_chat_and_another_one_is_not(
     assert json.loads(json.dumps(question.truth)) and Problem(*question.truth) == squares
 
 
+@pytest.mark.slow
 def test_two_hundred_and_fifty_six_different_answers_take_seconds(problems):
     judge.cache_clear()
     answers = [(p, f"{ROWS[p.id]['solution']}\n(* {i} *)") for i in range(9) for p in problems.values()][:256]
@@ -393,6 +395,19 @@ def test_side_effects_do_not_change_what_a_right_answer_earns(effect, squares):
     assert earned(squares, f"{effect}\n{RIGHT}") == 1
 
 
+def test_no_request_with_an_answer_has_an_expected_value_in_it(monkeypatch):
+    requests = []
+    monkeypatch.setattr(
+        ocaml_toplevel, "ask", lambda *parts, ask=ocaml_toplevel.ask: requests.append(parts) or ask(*parts)
+    )
+    tests = assertions("squares [111] = 12321", "squares [-111; 1] = 12322", "squares [] = 0")
+    problem = prepare("squares", SQUARES, tests)
+    assert judge(problem, RIGHT).right
+    first, second = map(repr, requests)
+    assert "12321" in first and "List.fold_left" not in first and "squares [-111; 1]" in second
+    assert "List.fold_left" in second and "1232" not in second
+
+
 def test_left_sides_mean_what_they_meant_to_the_author_of_the_tests():
     text = "(** The digits of n. *)\nlet digits (n : int) : string ="
     problem = prepare("digits", text, assertions("int_of_string (digits 12) = 12", "String.length (digits 345) = 3"))
@@ -405,9 +420,10 @@ def test_left_sides_mean_what_they_meant_to_the_author_of_the_tests():
 def test_a_type_of_the_same_name_with_other_constructors_is_another_type(problems):
     problem, body = problems["tree_insert"], ROWS["tree_insert"]["solution"]
     again = "type tree = {}\nlet rec insert x t =\n" + body
-    assert earned(problem, again.format("Leaf\n  | Node of tree * int * tree (* the same *)")) == pytest.approx(0.1)
-    assert earned(problem, again.format("Leaf | Node of tree * int * tree")) == 1
-    assert earned(problem, again.format("Node of tree * int * tree | Leaf")) == pytest.approx(0.1)
+    for same in ("Leaf | Node of tree * int * tree", "Leaf\n  | Node of tree * int*tree (* the same *)"):
+        assert earned(problem, again.format(same)) == 1
+    for other in ("Node of tree * int * tree | Leaf", "Leaf | Node of tree * int * tree | Other"):
+        assert earned(problem, again.format(other)) == pytest.approx(0.1)
 
 
 def test_a_value_of_any_type_is_printed_in_full_or_not_at_all():
@@ -480,8 +496,8 @@ def grade_made(count, problem, canary):
 
 
 def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(squares, canary):
-    verdicts = grade_made(60, squares, canary)
-    assert sum(verdict.typed for verdict in verdicts) > 30 and not all(verdict.passed for verdict in verdicts)
+    verdicts = grade_made(30, squares, canary)
+    assert sum(verdict.typed for verdict in verdicts) > 15 and not all(verdict.passed for verdict in verdicts)
 
 
 @pytest.mark.slow
@@ -515,6 +531,7 @@ def mutants(solution):
                 yield kind, solution[: found.start()] + found.expand(new) + solution[found.end() :]
 
 
+@pytest.mark.slow
 def test_mutants_of_the_reference_solutions_earn_less(problems):
     kinds, equivalent = [], set()
     for problem in problems.values():
