@@ -71,7 +71,12 @@ def read(file):
                  f"{type(error).__name__}: {error}.")  # fmt: skip
         if not isinstance(question, str) or not isinstance(answer, str | int | float) or not str(answer).strip():
             fail(f"{file}, line {number}: the question has to be a text, and the answer a text or a number.")
-        items.append((question, str(answer).strip()))
+        answer = str(answer).strip()
+        try:
+            reward("", answer)
+        except re.error as error:
+            fail(f"{file}, line {number}: the answer is not a regular expression: {error}.")
+        items.append((question, answer))
     return items
 
 

@@ -12,7 +12,7 @@ from examples import mates
 from nanorook.task import load_items
 from rook import mating, positions, test_part
 from rook.positions import Position, board_key, held_out, mating_moves
-from rook.texts import mirror
+from tools.chess_texts import mirror
 
 FILE = toy.ROOT / "data/test.txt.gz"
 
