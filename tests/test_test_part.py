@@ -10,8 +10,9 @@ import rewards
 import toy
 from examples import mates
 from nanorook.task import load_items
-from rook import mating, positions, test_part
+from rook import mating, positions
 from rook.positions import Position, board_key, held_out, mating_moves
+from tools import chess_test_part as test_part
 from tools.chess_texts import mirror
 
 FILE = toy.ROOT / "data/test.txt.gz"
