@@ -21,7 +21,7 @@ import torch
 import rewards
 import toy
 import train
-from examples import start
+from examples import mates, start  # noqa: F401  mates withdraws settings of rewards.py, before another task has them
 from model import GPT, GPTConfig
 from nanorook.tokenizer import END, Tokenizer, byte_names
 from rook import positions, stockfish

@@ -256,20 +256,19 @@ def test_first_moves_are_ladders_so_single_components_have_the_same_order(rungs,
 def test_a_right_answer_that_is_cut_off_is_paid_less(how, toy_settings):
     """Two right answers of eight, a right one without its end, and five that earn nothing."""
     right, asked = "8 + 10 = 18\n#### 18", toy.Question("gsm8k", "", "18")
-    texts = [right, right, right, *["I do not know."] * 5]
+    texts = [right, right, f"{right}\n", *["I do not know."] * 5]  # cut off after the number, not within it
     answers = []
     for n, text in enumerate(texts):
         grade = gsm8k.grade(asked, text, hit_limit=n == 2)
         answers.append(Answer(ASKED, text, [*range(1, len(text) + 1)], n == 2, grade))
     assert [answer.grade.reward for answer in answers] == [1, 1, 0.3, 0, 0, 0, 0, 0]
     toy_settings(**how)
-    ended, _, cut_off, *_ = toy.advantages(answers, len(right), "piece")
-    assert (cut_off < ended - 0.05).all()  # at each of its words
-    whole = toy.advantages(answers, len(right), "answer")
+    longest = len(right) + 1
+    ended, _, cut_off, *_ = toy.advantages(answers, longest, "piece")
+    assert (cut_off < ended - 0.05)[: len(right)].all()  # at each of its words
+    whole = toy.advantages(answers, longest, "answer")
     assert (whole[2] < whole[0] - 0.05).all()
-    pieces, _ = grpo.credit(
-        [answer.grade.pieces for answer in answers], [answer.ends for answer in answers], len(right)
-    )
+    pieces, _ = grpo.credit([answer.grade.pieces for answer in answers], [answer.ends for answer in answers], longest)
     summed = grpo.advantages(pieces, 8, train.SCALE_REWARDS, train.BEST_OF).sum(1)
     torch.testing.assert_close(summed, whole[:, 0], atol=1e-6, rtol=0)
 
