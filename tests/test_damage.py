@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 import toy
+from architectures import count_parameters
 from examples.chat import chat
-from nanorook.folder import parameters, read_weights
-from nanorook.task import Question, checked
+from nanorook.folder import read_weights
+from nanorook.task import Question, check_questions
 from nanorook.tokenizer import Tokenizer
-from rook import benchmark, pretrain
+from tools import chess_benchmark as benchmark
+from tools import chess_pretrain as pretrain
 from tools import evaluate
 
 LLAMA = dict(model_type="llama", vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2)
@@ -29,7 +31,7 @@ WRONG = {  # values that an entry must not have, unless they are among those of 
 
 def read_config(folder, content):
     (folder / "config.json").write_text(json.dumps(content))
-    return parameters(folder)
+    return count_parameters(folder)
 
 
 def entries():
@@ -98,11 +100,11 @@ def few_positions_to_start_from(folder):
 
 DAMAGE = {  # what is wrong: what meets it, and the sentence
     "half of a character in a question": (
-        lambda folder: checked(toy, [Question("short", ("a", "\ud800"), 1)]),
+        lambda folder: check_questions(toy, [Question("short", ("a", "\ud800"), 1)]),
         "contains half of a character",
     ),
     "a kind of question that is half a character": (
-        lambda folder: checked(toy, [Question("\udfff", "a", 1)]),
+        lambda folder: check_questions(toy, [Question("\udfff", "a", 1)]),
         "contains half of a character",
     ),
     "skill.json is cut off": (table_of('{"before": {'), "skill.json is damaged .JSONDecodeError"),
