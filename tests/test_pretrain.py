@@ -320,7 +320,7 @@ def test_gpt2s_kind_of_model_in_rookworlds_format(run, few, bpe_folder):
 
 def test_another_architecture_is_refused_before_the_first_step(run, few, monkeypatch, byte_model):
     llama = type("Llama", (GPT,), {})(byte_model.config)
-    monkeypatch.setattr(GPT, "load", lambda source: llama)
+    monkeypatch.setattr("architectures.load", lambda source: llama)
     with pytest.raises(SystemExit, match="--init: some/llama is not a GPT-2"):
         run("m", "--data", few, "--init", "some/llama")
 
