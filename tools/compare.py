@@ -246,7 +246,7 @@ def main():
     p.add_argument("--training", action="store_true", help="questions from the training data, not held-out ones")
     p.add_argument("--questions", type=number(int, 1), help="the most questions to draw (default: all held-out ones)")
     p.add_argument(
-        "--picture", metavar="FILE", type=output_file, help="an SVG to write, of each kind FILE's with its name"
+        "--picture", metavar="FILE", type=output_file, help="an SVG to write, for each kind of questions one"
     )
     p.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     a = p.parse_intermixed_args()
@@ -272,7 +272,7 @@ def main():
         seeds = f", {len(models)} seeds" if len(models) > 1 else ""
         print(f"{some.sum()} {side} questions of the kind {kind}{seeds}: {a.start} and {', '.join(models)}\n")
         print(table([["%", "start", "after"], *policy_rows(of_kind, of_models)], a.markdown), end="\n\n")
-        print(table([["% if not said otherwise", "after"], *change_rows(of_kind, of_models)], a.markdown), end="\n\n")
+        print(table([["%, but α and JSD", "after"], *change_rows(of_kind, of_models)], a.markdown), end="\n\n")
         print(table(band_rows(of_kind, of_models), a.markdown), end="\n\n")
         if a.picture:
             file = Path(a.picture)
