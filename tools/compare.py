@@ -161,7 +161,10 @@ def change_rows(start, models):
     rows.append(["JSD(after, start) in nats", with_interval(*over_models(changed), ".3f")])
     if min(row.mean() for row in changed) >= CHANGED:
         explained = [ratio(before - after, before) for before, after in zip(changed, left)]
-        medians = [median((1 - after / before)[before >= CHANGED]) for before, after in zip(changed, left)]
+        medians = []
+        for before, after in zip(changed, left):
+            enough = before >= CHANGED
+            medians.append(median(1 - after[enough] / before[enough]))
         rows.append(["explained by sharpening, all", percent(explained)])
         mean, half = interval(medians)
         rows.append(["explained by sharpening, median", with_interval(100 * mean, 100 * half, ".1f")])
