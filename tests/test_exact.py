@@ -108,7 +108,7 @@ def test_a_part_of_questions_changes_nothing(byte_model, monkeypatch):
 
 def test_an_answer_that_is_listed_twice_is_refused():
     task = SimpleNamespace(answers=lambda question: ["a", "a"], grade=None)
-    with pytest.raises(SystemExit, match="answers to '1?' have one twice"):
+    with pytest.raises(SystemExit, match="answers to '1.' have one twice"):
         exact.listed(task, [Question("short", "1?", 1)])
 
 
