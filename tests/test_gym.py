@@ -35,8 +35,8 @@ SAFE |= {"copy.deepcopy", "datetime.date", "decimal.Decimal", "json.dumps", "jso
 SAFE |= {"numpy.absolute", "numpy.allclose", "numpy.array", "numpy.float32", "numpy.loadtxt", "numpy.round"}
 SAFE |= {"random.Random", "re.findall", "re.match", "re.search", "re.split"}
 # Methods of texts, lists, dicts, sets, decimals, dates and matches; the last line has those of sokoban's board.
-SAFE |= {f".{name}" for name in """__new__ __repr__ add adjusted append capitalize endswith format get group groups index
-    intersection is_zero items join keys lower pop quantize randint remove replace rstrip split splitlines startswith
+SAFE |= {f".{name}" for name in """__new__ __repr__ add adjusted append capitalize endswith format get group groups
+    index intersection is_zero items join keys lower pop quantize randint remove replace rstrip split splitlines startswith
     strip title update upper values weekday
     _Game _is_solved get_curr_state load_puzzle_matrix""".split()}  # fmt: skip
 # These evaluate what they have written themselves: the question, and the right answer.
