@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "cispo")
+LOSS_SUMS = ("ratio_gap", "clip_low", "clip_high")  # what policy_loss sums over tokens, for metrics
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -30,9 +31,10 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 def advantages(values, group_size, scale="none", best_of=1):
     """The values (N, K) of K components of N rewards, compared within groups of G -> advantages (N, K).
 
-    Plain GRPO is the first two lines: a value minus its group's mean. scale="std" also divides by the group's standard
-    deviation, as the first GRPO did; that favours prompts whose answers score alike (Liu et al., 2025, Dr. GRPO).
-    scale="mean" and best_of=k pay more for what is rare, see weights_by_rank().
+    The default is the first two lines: a value minus its group's mean. scale="std" also divides by the standard
+    deviation of the group's rewards, as GRPO was introduced (Shao et al., 2024, DeepSeekMath); that favours questions
+    whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k pay more for what is rare, see
+    weights_by_rank().
     """
     groups = values.unflatten(0, (-1, group_size))  # (B, G, K)
     result = groups - groups.mean(1, keepdim=True)
@@ -47,16 +49,18 @@ def advantages(values, group_size, scale="none", best_of=1):
 
 
 def deviation(groups):
-    """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K) (Shao et al., 2024, DeepSeekMath). With
-    several components it is the root of the sum of their variances, as the variance of their sum may be 0."""
+    """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K). With several components it is the root
+    of the sum of their variances, as the variance of their sum may be 0."""
     return groups.var(1).sum(1).sqrt()[:, None, None]
 
 
 def weights_by_rank(G, scale, best_of):
     """The weights (G - 1,) of the differences between neighbours, where a group's answers are sorted by their rewards.
 
-    An answer's advantage is the sum of the weighted differences below it, minus the group's mean of such sums. If all
-    weights are 1, that is plain GRPO. c is the number of answers at or above a difference's upper end:
+    A reward is the lowest one plus the differences between neighbours on the way up to it. Here each difference is
+    multiplied by a weight first, and an advantage is such a sum minus the group's mean. With weights of 1 it is the
+    reward minus the mean. Say that the rewards are 0, 0 and 1: there is one difference, and c = 1 answer stands above
+    it. The fewer stand above a difference, the more the others gain from it as the best of several answers, so:
 
     scale   best_of  weight                                 the advantages then follow the gradient of
     "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
@@ -114,33 +118,37 @@ def advantages_by_rank(groups, weights):
     return paid - paid.mean(1, keepdim=True)
 
 
-def credit(rewards, ends, T):
+def credit(answers, ends, T):
     """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
-    `rewards`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
+
+    `answers`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
     `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
-    last character is in. A piece without spans judges all tokens, and so does one that an answer lacks, with a 0."""
-    names = list(dict.fromkeys(name for pieces in rewards for name, *_ in pieces))  # each once, in a fixed order
-    values = np.zeros((len(rewards), len(names)), dtype=np.float32)
-    piece_mask = np.ones((len(rewards), T, len(names)), dtype=np.float32)
-    for n, pieces in enumerate(rewards):
+    last character is in. A piece without spans judges all tokens, the end token included, which is in no span. So does
+    a piece that an answer lacks, whose value is then 0."""
+    names = list(dict.fromkeys(name for pieces in answers for name, *_ in pieces))  # each once, in a fixed order
+    values = np.zeros((len(answers), len(names)), dtype=np.float32)
+    piece_mask = np.ones((len(answers), T, len(names)), dtype=np.float32)
+    for n, pieces in enumerate(answers):
         for name, value, *spans in pieces:
             k = names.index(name)
             values[n, k] = value
             piece_mask[n, :, k] = 0 if spans else 1
             for start, end in spans:
-                first, last = bisect_right(ends[n], start), bisect_right(ends[n], end)
-                piece_mask[n, first:last, k] = 1
+                first = bisect_right(ends[n], start)  # the first token that ends after `start`
+                after = bisect_right(ends[n], end)
+                piece_mask[n, first:after, k] = 1
     return torch.from_numpy(values), torch.from_numpy(piece_mask)
 
 
 # ---- The policy loss ---------------------------------------------------------------------------------------
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, clip_high, normalizer, weights=None):
+def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, clip_high, normalizer, importance=None):
     """The loss to minimise, and metrics: sums over tokens, so that those of microbatches add up.
 
-    `logprobs` (N, T), with gradient, are those of the policy in training, `old_logprobs` those of the policy that
-    sampled. `normalizer` is loss_normalizer() of the whole batch; `weights` (N, T) come from importance_weights().
+    `logprobs` (N, T), with gradient, are those of the policy in training; `old_logprobs` are those of the weights that
+    sampled, by the same forward pass. `normalizer` is loss_normalizer() of the whole batch; `importance` (N, T) comes
+    from importance_weights().
 
     grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
              (Shao et al., 2024): a token of a long completion weighs less
@@ -159,8 +167,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 
     too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
     if loss == "cispo":
-        weight = ratio.detach().clamp(max=1 + clip_high)
-        objective = weight * advantages * logprobs
+        capped_ratio = ratio.detach().clamp(max=1 + clip_high)
+        objective = capped_ratio * advantages * logprobs
         clipped_low = torch.zeros_like(mask)
         clipped_high = too_high & (advantages != 0)
     elif loss in ("grpo", "dapo", "dr_grpo"):
@@ -170,8 +178,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
         clipped_high = too_high & (advantages > 0)
     else:
         raise ValueError(f"{loss!r} is not a policy loss; there are {', '.join(LOSSES)}.")
-    if weights is not None:
-        objective = objective * torch.where(mask, weights, 0)
+    if importance is not None:
+        objective = objective * torch.where(mask, importance, 0)
 
     sums = {
         "ratio_gap": torch.where(mask, ratio.detach() - 1, 0).abs().sum(),
@@ -199,10 +207,10 @@ def aggregate(per_token, mask, loss, normalizer):
     return per_row.sum() / normalizer
 
 
-def importance_weights(train_logprobs, rollout_logprobs):
-    """Truncated importance sampling (Yao et al., 2025): p_train / p_rollout of each token, a constant, for a rollout in
-    a different precision from the training forward. train_logprobs are those of the weights that sampled."""
-    return (train_logprobs - rollout_logprobs).detach().exp().clamp(max=MAX_IMPORTANCE)
+def importance_weights(old_logprobs, rollout_logprobs):
+    """Truncated importance sampling (Yao et al., 2025): p_train / p_rollout of each token, a constant, for a sampler
+    that rounds differently from the training forward. Both are of the weights that sampled."""
+    return (old_logprobs - rollout_logprobs).detach().exp().clamp(max=MAX_IMPORTANCE)
 
 
 # ---- KL ----------------------------------------------------------------------------------------------------
@@ -214,7 +222,8 @@ def kl(logprobs, ref_logprobs, mask, estimator):
     As estimates, k1 and k3 are unbiased, and k2 is close if p is near q. In a loss they are three different things
     (Tang & Munos, 2025), for tokens sampled from the policy p, where q is the reference:
     k1  log(p/q)            gradient ∇log p: zero on average. It restrains nothing and only adds noise.
-    k2  ½ log(p/q)²         gradient log(p/q) ∇log p: on average exactly that of KL(p ‖ q). The right one.
+    k2  ½ log(p/q)²         gradient log(p/q) ∇log p: on average exactly that of the next token's KL(p ‖ q), for tokens
+                            sampled from p as it is. The right one.
     k3  q/p - 1 - log(q/p)  gradient (1 - q/p) ∇log p: that of KL(q ‖ p), huge where p << q. GRPO's own. (Newer
                             TRL multiplies it by the ratio, as DeepSeek-V3.2 does: its gradient is then k2's.)
     """
@@ -229,12 +238,20 @@ def kl(logprobs, ref_logprobs, mask, estimator):
 
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
-MOST_LOGITS = 2**28  # numbers; more than these are never made at once
+MOST_LOGITS = 2**28  # numbers that are held in memory at once
+
+
+def logprobs_of_logits(logits, tokens, temperature):
+    """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T), from logits (N, T, V).
+    The entropy has no gradient: it is a metric."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
+    logp = (logits / temperature).log_softmax(-1)
+    entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
+    return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
 
 def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
-    """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T) in fp32. `head` makes
-    the logits (N, T, V) of the hidden states (N, T, C). The entropy has no gradient: it is a metric.
+    """The same from hidden states (N, T, C), of which `head` makes the logits.
 
     Logits are the largest tensors of all. Their fp32 copies exist for a few rows at a time, and so do the logits
     themselves beyond MOST_LOGITS; the backward pass computes both again."""
@@ -243,21 +260,18 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
 
     def of_rows(inputs, tokens):
         logits = inputs if at_once else head(inputs)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
-        logp = (logits / temperature).log_softmax(-1)
-        entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
-        return logp.gather(-1, tokens[..., None])[..., 0], entropy
+        return logprobs_of_logits(logits, tokens, temperature)
 
     if hidden.is_cuda:
-        logits_in_a_part = 2**27
+        most_logits = 2**27
     elif at_once:
-        logits_in_a_part = 2**22  # they fit the caches of a CPU
+        most_logits = 2**22  # they fit the caches of a CPU
     else:
-        logits_in_a_part = 2**25  # more, as each part adds to the head's gradient
-    rows = max(1, logits_in_a_part // max(1, tokens.shape[1] * V))
+        most_logits = 2**25  # more, as each part adds to the head's gradient
+    rows = max(1, most_logits // max(1, tokens.shape[1] * V))
     logprobs, entropies = [], []
-    for part in zip(inputs.split(rows), tokens.split(rows)):
-        logp, entropy = checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False)
+    for some_inputs, some_tokens in zip(inputs.split(rows), tokens.split(rows)):
+        logp, entropy = checkpoint(of_rows, some_inputs, some_tokens, use_reentrant=False, preserve_rng_state=False)
         logprobs.append(logp)
         entropies.append(entropy)
     return torch.cat(logprobs), torch.cat(entropies)

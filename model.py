@@ -7,7 +7,9 @@ compute the same logprobs. Names and sizes are those of transformers' GPT2LMHead
 A prompt is split before its last token, see Prefix: all tokens but the last are shared by the rows of a group, and the
 last one is the first input of each row, as the model's output there predicts the first token of the answer.
 
-Another architecture is a subclass of GPT in a file of its own: architectures/llama.py.
+Another architecture is a subclass of GPT in a file of its own, such as architectures/llama.py: it makes its modules
+(`wte`, its blocks `h`, the buffer `unembedding`), brings `trunk` and `head_weight`, and reads and writes its folders
+with the four methods at the end of GPT. Sampling, shared prompts, training and checkpoints are inherited.
 
 Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
 """
@@ -276,7 +278,8 @@ class GPT(nn.Module):
 
     def inference_copy(self, dtype):
         """A copy without gradients, for sampling or as a reference: it computes the same in `dtype`, from matrices
-        that are cast once and not at every token. It shares all other weights with this model."""
+        that are cast once and not at every token. It shares with this model all weights that need no cast: in fp32,
+        all of them."""
         with torch.device("meta"):
             twin = type(self)(self.config)
         twin.load_state_dict(self.state_dict(), assign=True)

@@ -78,20 +78,25 @@ def warn_of_missing_labels(found):
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     text_format = chess_format(config)
-    mates = [position for kind, position in items if kind == "mates"]
-    others = [position for kind, position in items if kind == "moves"]
-    # The rounding keeps floating-point error out: 100 * 0.07 is more than 7. A small step has whole answers, too.
-    environment = math.ceil(round(count * MIX_ENV_RATIO, 9))
-    first = math.floor(round((count - environment) * MIX_FIRST_RATIO, 9))
-    policy = count - environment - first
-    wanted = min(first // 2, len(mates))
-    wanted = max(wanted, count - len(others))
-    mates = rng.sample(mates, wanted)
-    others = draw_ordinary(others, count - len(mates), max(0, first - len(mates)), rng)
+    with_mate = [position for kind, position in items if kind == "mates"]
+    ordinary = [position for kind, position in items if kind == "moves"]
 
-    about_moves = others[environment + policy :]
-    questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in others[:environment]]
-    questions += [policy_question(p, text_format) for p in others[environment : environment + policy]]
+    # How many of each kind. Rounded in favour of whole answers, so that a small step has some, too; to nine digits
+    # first, as 100 * 0.07 is more than 7.
+    n_environment = math.ceil(round(count * MIX_ENV_RATIO, 9))
+    n_first = math.floor(round((count - n_environment) * MIX_FIRST_RATIO, 9))  # questions for a first candidate alone
+    n_policy = count - n_environment - n_first
+    n_mates = min(n_first // 2, len(with_mate))
+    n_mates = max(n_mates, count - len(ordinary))
+    n_moves = max(0, n_first - n_mates)
+
+    mates = rng.sample(with_mate, n_mates)
+    others = draw_ordinary(ordinary, count - n_mates, n_moves, rng)
+    about_environment = others[:n_environment]
+    about_policy = others[n_environment : n_environment + n_policy]
+    about_moves = others[n_environment + n_policy :]
+    questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in about_environment]
+    questions += [policy_question(p, text_format) for p in about_policy]
     questions += [first_question("moves", p, text_format) for p in about_moves]
     return questions + [first_question("mates", p, text_format) for p in mates]
 

@@ -39,7 +39,9 @@ class Rollout:
     prompt_lengths: torch.Tensor  # (B,)
     completions: torch.Tensor  # (N, T) padded with the end token
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
-    rollout_logprobs: torch.Tensor  # (N, T) under the distribution sampled from; 0 outside the mask, and if greedy
+    # (N, T) under the distribution sampled from; 0 outside the mask, and if greedy. The loss assumes the same one: who
+    # samples otherwise (from the most likely tokens alone, say) changes grpo.logprobs_of_logits as well.
+    rollout_logprobs: torch.Tensor
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     answers: list = field(default_factory=list)  # the N rows as text
 
@@ -164,10 +166,11 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
         if (t + 1) % CHECK_EVERY == 0 and not rows.alive.any():  # GPU sync
             break
 
-    t = torch.arange(T, device=device)
-    is_end = t >= rows.end_from[rows.tokens]  # (N, T)
+    # A row that has ended was decoded on, as all rows have one shape. The mask takes out what it drew after its end.
+    places = torch.arange(T, device=device)
+    is_end = places >= rows.end_from[rows.tokens]  # (N, T)
     ends_before = is_end.cumsum(1) - is_end.long()  # (N, T)
-    mask = (ends_before == 0) & (t < rows.most_new[:, None])  # up to the first end, or to the limit
+    mask = (ends_before == 0) & (places < rows.most_new[:, None])  # up to the first end, or to the limit
     hit_limit = ~(is_end & mask).any(1)  # (N,)
     padding = max(0, model.config.eos_token_id)  # -1 if the model has no end token
     longest = int(mask.any(0).sum())  # GPU sync

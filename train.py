@@ -1,4 +1,5 @@
 """GRPO for a language model with a verifier, in the order in which it runs: settings, the loop, and what the loop calls.
+start() and finish(), which run once, stand at the end.
 
 ./train.sh                                       chess, with the embedded model on the embedded positions
 STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
@@ -6,7 +7,11 @@ STEPS=50 LR=1e-5 ./train.sh                      settings from the environment
 TASK=examples/letters.py ./train.sh              another task
 
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
-(grpo.py), and update the weights. Sizes: B prompts, G group, N = B·G rows, P prompt tokens, T completion tokens.
+(grpo.py), and update the weights.
+
+Sizes: B prompts, G answers to each (its group), N = B·G rows, P prompt tokens, T completion tokens, K components of a
+reward, V tokens in the vocabulary. They are those of the tensor at hand, of a step, a kind of question or a microbatch.
+An answer is a completion as text; a row is either.
 
 Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
 do not change the loss; the first step checks that sampler, policy and reference agree; a run that breaks goes back to
@@ -46,6 +51,8 @@ from rollout import distinct_rows, microbatches, sample
 if __name__ == "__main__":
     settings.read_user()  # only as a program: when imported, train.py keeps the defaults
 
+# A task's DEFAULTS, and those for the size of the model in nanorook/sizes.py, replace the defaults below. --help shows
+# what they are for this task and model.
 # fmt: off
 TASK                    = setting("TASK", "rewards.py", "the task: a file that asks questions and grades answers; docs/tasks.md says what it has to provide")
 heading(f"The task {TASK}")
@@ -55,7 +62,7 @@ settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settin
 heading("The run")
 MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; models above 50M parameters get defaults for their size (nanorook/sizes.py); empty: the task's own start model")
 SIZE_DEFAULTS           = sizes.defaults(MODEL, task, architectures.count_parameters)  # none for a small model
-settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # again, with those for the model's size
+settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # the task may have named the MODEL, so its size is known only now
 DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of tools.chess_label)")
 OUT_DIR                 = setting("OUT_DIR", "out", "folder for checkpoints, metrics.jsonl and the report, relative to the current folder; a run that is found there is resumed")
 FRESH                   = setting("FRESH", False, "delete the run in OUT_DIR and start over")
@@ -70,7 +77,7 @@ CONTROL                 = setting("CONTROL", "none", "makes a control run, whose
 
 heading("The update")
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
-LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
+LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero in a line or along a cosine", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
 MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
 
@@ -113,26 +120,26 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, tho
 def main():
     run, model, reference, optimizers, items, eval_questions = start()
     is_lead = parallel.rank() == 0
-    sampler = model.inference_copy(model.dtype)
+    sampler = model.inference_copy(model.dtype)  # in fp32 it shares the weights; in bf16 it has casts of them
     past = []  # metrics of the steps so far
     if is_lead:
         past = monitor.open_log(run, model, eval_questions, names_of(task))
     if is_lead and REPORT_TO != "none":
-        run.report = loggers.connect(REPORT_TO, run)
-    if not run.skill:
+        run.dashboard = loggers.connect(REPORT_TO, run)
+    if not run.skill:  # a new run
         evaluate_and_record(run, model, eval_questions, "before")
     eval_steps = range(EVAL_EVERY, STEPS, EVAL_EVERY) if EVAL_EVERY else []  # between "before" and "after"
-    signals = catch_signals()  # receives those that arrive from now on
-    stopping = []  # those that any process has received
-    while run.step < STEPS and not stopping:
+    signals = catch_signals()  # a list that grows when SIGINT or SIGTERM arrives
+    stop_signals = []  # of any process
+    while run.step < STEPS and not stop_signals:
         step = run.step
-        started = time.perf_counter()
+        time_started = time.perf_counter()
 
         # Questions, and answers to them by the weights as they are now
         questions, noise = my_questions(items, step, model.config)
         sampler.sync_from(model)
         rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
-        sampled = time.perf_counter()
+        time_sampled = time.perf_counter()
 
         # Rewards, and advantages within each group
         for rollout in rollouts:
@@ -142,37 +149,42 @@ def main():
         metrics = monitor.describe_answers(answers, GROUP_SIZE)
         if step == 0:
             fail_if(monitor.check_answers(metrics, task.LIMITS))
-        graded = time.perf_counter()
+        time_graded = time.perf_counter()
 
         # Loss, gradient, guard, optimizer
         snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         set_learning_rates(optimizers, factor)
         metrics |= update(model, reference, optimizers, rollouts, run.microbatch, check=step == 0)
-        updated = time.perf_counter()
+        time_updated = time.perf_counter()
 
         # What happened
         run.step += 1
         metrics |= {"step": run.step, "lr": LR * factor, "length": metrics["tokens"] / len(answers)}
-        metrics["seconds"] = {"sampling": sampled - started, "grading": graded - sampled, "update": updated - graded}
+        metrics["seconds"] = {
+            "sampling": time_sampled - time_started,
+            "grading": time_graded - time_sampled,
+            "update": time_updated - time_graded,
+        }
         if is_lead:
             past = log_step(run, past, metrics, eval_steps)
 
-        # Going back: after updates that could not be made, or that went too far from the reference
+        # Going back. The KL was measured with the weights that sampled, so it judges the updates before this one.
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
-        kl, _ = monitor.highest(metrics, "kl")  # of the kind of question where the policy has gone furthest
+        kl, _ = monitor.highest(metrics, "kl")  # of the kind that is furthest away; NaN, so never too far, without a KL
         if metrics["broken"] or kl > KL_DIVERGENCE_THRESHOLD or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
-            run.good = snapshot  # the weights before this update: now their answers and their KL are known to be sound
+            run.good = snapshot  # the weights that sampled, whose answers and KL have turned out to be sound
 
         # Evaluation, checkpoint
         if run.step in eval_steps:
             evaluate_and_record(run, model, eval_questions, f"step {run.step}")
-        stopping = parallel.gather(signals)  # those that came during the evaluation, too
-        if is_lead and (run.step in eval_steps or stopping or run.step % SAVE_EVERY == 0 or run.step == STEPS):
+        stop_signals = parallel.gather(signals)  # with those that came during the evaluation
+        is_time_to_save = run.step % SAVE_EVERY == 0 or run.step in eval_steps or run.step == STEPS
+        if is_lead and (is_time_to_save or stop_signals):
             run.save(model, optimizers)
-    finish(run, model, optimizers, eval_questions, stopping)
+    finish(run, model, optimizers, eval_questions, stop_signals)
 
 
 # ---- Questions ---------------------------------------------------------------------------------------------
@@ -187,7 +199,7 @@ def my_questions(items, step, config):
 
 
 def my_share():
-    """Of a list of which each process takes every W-th element."""
+    """This process's slice of a list: every W-th element of W processes, starting at its rank."""
     return slice(parallel.rank(), None, parallel.world())
 
 
@@ -224,7 +236,7 @@ def add_advantages(rollout, credit, step=0):
 def best_of_at(step):
     """k, which BEST_OF_SCHEDULE may lower during the run."""
     k = BEST_OF * grpo.schedule(step, STEPS, 0, BEST_OF_SCHEDULE)
-    return max(1, math.ceil(k - 1e-9))  # a product that is above a whole number by rounding alone is that number
+    return max(1, math.ceil(k - 1e-9))  # rounded up, as it falls to 1 and not to 0; 1e-9 absorbs rounding errors
 
 
 # ---- The update --------------------------------------------------------------------------------------------
@@ -246,10 +258,11 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
         normalizer += grpo.loss_normalizer(part.completion_mask, LOSS, limit)
     normalizer = parallel.total(normalizer)
     epochs, skipped = [], 0
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         sums = empty_sums(device, has_kl=reference is not None)
         for part in parts:
-            for name, value in backward(model, reference, part, normalizer).items():
+            part_sums = add_gradient(model, reference, part, normalizer, is_first_epoch=epoch == 0)
+            for name, value in part_sums.items():
                 sums[name] = sums[name] + value
         totals = parallel.total(torch.stack([*sums.values()]))  # of all processes, in one call
         parallel.sum_gradients(model.parameters())
@@ -257,10 +270,11 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
         numbers = torch.cat([totals, grad_norm[None]]).tolist()  # one GPU sync for all of them
         totals = dict(zip([*sums, "grad_norm"], numbers))
         epochs.append(totals)
-        if check and len(epochs) == 1:
+        if check and epoch == 0:
             fail_if(monitor.check_agreement(per_token(totals), model.dtype))
 
-        # The guard: the norm of the gradient is at most MAX_GRAD_NORM, and anything not finite makes no update.
+        # The guard: the gradient has been scaled down to MAX_GRAD_NORM (its norm above is that before); if the loss or
+        # that norm is not finite, there is no update.
         if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
             skipped += 1
         elif totals["grad_norm"] > 0:  # without a gradient AdamW would still move by its momentum
@@ -283,7 +297,7 @@ def empty_sums(device, has_kl):
     """Zeros for everything that is summed over tokens: with several processes, each has to have the same sums, also of
     kinds of questions that it was not given."""
     of_kinds = ["tokens", "logprob_gap"] + ["kl"] * has_kl
-    names = ["loss", "entropy", "ratio_gap", "clip_low", "clip_high", *of_kinds]
+    names = ["loss", "entropy", *grpo.LOSS_SUMS, *of_kinds]
     names += [f"{kind}/{name}" for kind in task.LIMITS for name in of_kinds]
     return {name: torch.zeros((), device=device) for name in names}
 
@@ -294,18 +308,19 @@ def per_token(totals):
     for name, total in totals.items():
         kind, _, figure = name.rpartition("/")
         tokens = totals[f"{kind}/tokens" if kind else "tokens"]
-        if tokens and figure != "tokens":
+        if tokens and figure not in ("tokens", "loss", "grad_norm"):
             means[name] = total / tokens
     return means
 
 
-def backward(model, reference, part, normalizer):
-    """Adds the gradient of a microbatch to that of the model; returns sums over its tokens."""
+def add_gradient(model, reference, part, normalizer, is_first_epoch):
+    """Forward and backward pass of a microbatch: adds its gradient to the model's; returns sums over its tokens."""
     with torch.set_grad_enabled(part.has_gradient):
         logprobs, entropy = forward(model, part, TEMPERATURE)  # (N, T)
-    if part.old_logprobs is None:
-        # The first epoch: the weights are still those that sampled, so the ratio of the new probabilities to the old
-        # ones is exactly 1. Later epochs are compared with these logprobs as well.
+    if is_first_epoch:
+        # The weights are still those that sampled. Old logprobs come from this forward pass and not from the sampler,
+        # whose rounding differs, so the ratio of new to old probabilities is exactly 1 here; importance_weights()
+        # corrects for the sampler. Later epochs keep them, and the reference's.
         part.old_logprobs = logprobs.detach()
         if reference:
             with torch.no_grad():
@@ -318,16 +333,18 @@ def backward(model, reference, part, normalizer):
 
 
 def forward(model, part, temperature):
-    """Logprobs and entropies (N, T) of a part's completions, under the distribution that they were sampled from."""
-    if part.completions.is_cuda:  # numbers of rows that vary would cost syncs and compilations
-        return score(model, part, part.completions, temperature)
+    """Logprobs and entropies (N, T) of a part's completions, under the distribution that they were sampled from. On a
+    CPU, equal answers of a group are computed once; on CUDA, numbers of rows that vary would cost syncs and
+    compilations."""
+    if part.completions.is_cuda:
+        return logprobs_of(model, part, part.completions, temperature)
     distinct, index = distinct_rows(part.completions, len(part.prompts))  # (B·U, T), (N,)
-    logprobs, entropy = score(model, part, distinct, temperature)  # (B·U, T)
+    logprobs, entropy = logprobs_of(model, part, distinct, temperature)  # (B·U, T)
     return logprobs[index], entropy[index]
 
 
-def score(model, part, completions, temperature):
-    """Logprobs and entropies of completions (B·U, T), whose groups share the prompts of the part."""
+def logprobs_of(model, part, completions, temperature):
+    """Logprobs and entropies of completions (B·U, T), U to each of the part's prompts."""
     hidden = compiled_score(type(model))(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
     return grpo.logprobs_and_entropy(hidden, completions, model.head, model.config.vocab_size, temperature)
 
@@ -352,7 +369,7 @@ def loss_and_sums(logprobs, part, normalizer, kl_coef):
         clip_low=CLIP_RANGE,
         clip_high=CLIP_RANGE_HIGH,
         normalizer=normalizer,
-        weights=grpo.importance_weights(old_logprobs, part.rollout_logprobs),
+        importance=grpo.importance_weights(old_logprobs, part.rollout_logprobs),
     )
     measured = {
         "tokens": mask.sum().float(),
@@ -375,8 +392,8 @@ def log_step(run, past, metrics, eval_steps):
     """Writes the metrics of a step and prints its line; returns the steps to look back on, this one included."""
     metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
     past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
-    if run.report:
-        run.report(run.step, loggers.step_numbers(metrics))
+    if run.dashboard:
+        run.dashboard(run.step, loggers.step_numbers(metrics))
     evaluations_left = sum(later >= run.step for later in eval_steps) + 1  # and "after"
     parallel.log(monitor.progress_line(past, STEPS, evaluations_left * run.evaluation_seconds))
     return past
@@ -394,8 +411,8 @@ def evaluate_and_record(run, model, questions, title):
         monitor.show(task, answers)
         monitor.write_samples(run.out / "samples.jsonl", run.step, answers)
         write(run.out / "skill.json", json.dumps(run.skill))
-        if run.report:
-            run.report(run.step, loggers.skill_numbers(skill), loggers.answer_rows(answers))
+        if run.dashboard:
+            run.dashboard(run.step, loggers.skill_numbers(skill), loggers.answer_rows(answers))
     run.evaluation_seconds = time.perf_counter() - started
 
 
@@ -524,10 +541,10 @@ def plan_memory(model, questions):
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, max(lengths))
 
 
-def finish(run, model, optimizers, eval_questions, stopping):
+def finish(run, model, optimizers, eval_questions, stop_signals):
     """The last evaluation, the trained model with its card, the verdict and the report. A run that a signal has stopped
     is not evaluated again. A red verdict fails the program, so that a script notices; a report that fails does not."""
-    lead, stopped = parallel.rank() == 0, bool(stopping) and run.step < STEPS
+    lead, stopped = parallel.rank() == 0, bool(stop_signals) and run.step < STEPS
     if not stopped:
         if "after" not in run.skill:
             evaluate_and_record(run, model, eval_questions, "after")
@@ -545,7 +562,7 @@ def finish(run, model, optimizers, eval_questions, stopping):
         run.close(finished=not stopped)
     if stopped:
         parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
-        sys.exit(128 + stopping[0])
+        sys.exit(128 + stop_signals[0])
     if lead and outcome[0].startswith("● red"):
         sys.exit(1)
     parallel.finish()

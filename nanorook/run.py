@@ -51,7 +51,7 @@ class Run:
         self.good = None  # the last state known to be healthy, see snapshot()
         self.record = ""  # its name in the dashboard of REPORT_TO
         self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
-        self.report = None  # a function, see loggers.connect()
+        self.dashboard = None  # a function, see loggers.connect()
 
     def acquire_lock(self):
         """Locks OUT_DIR until this process ends, however it ends. A folder with files that are named like those of a

@@ -90,7 +90,7 @@ def test_loss_and_gradient_equal_trl(trl, loss, extras):
         advantages = advantages[:, None] * torch.linspace(-1, 1, T, dtype=torch.float64)
 
     def ours(x):
-        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask, low, high), weights=weights)
+        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask, low, high), importance=weights)
         total = grpo.loss_normalizer(mask, loss, LIMIT)
         return value + beta * grpo.aggregate(grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
@@ -346,7 +346,7 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
         part.old_logprobs, part.ref_logprobs = old[some], ref[some]
 
     def expected(x):
-        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), weights=weights)
+        value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask), importance=weights)
         return value + 0.3 * grpo.aggregate(kl_weights[:, None] * grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
     def of_kind(kind, x):
@@ -428,7 +428,7 @@ def test_what_the_mask_hides_never_counts(loss):
 
     def run(x, o, r, w):
         def f(x):
-            value, _ = grpo.policy_loss(x, o, advantages, mask, **settings(loss, mask), weights=w)
+            value, _ = grpo.policy_loss(x, o, advantages, mask, **settings(loss, mask), importance=w)
             return value + sum(grpo.aggregate(grpo.kl(x, r, mask, k), mask, loss, 7) for k in grpo.KL_ESTIMATORS)
 
         return loss_and_gradient(f, x)

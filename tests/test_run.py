@@ -179,7 +179,7 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
         rows = (json.dumps({"step": step, "seconds": {}}) for step in (0, 40, 41))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     (tmp_path / "skill.json").write_text('{"before": {}, "step 60": {}}')  # of steps that a killed attempt made
-    assert [row["step"] for row in monitor.open_log(run, model, [])] == [0, 40]
+    assert [row["step"] for row in monitor.open_log(run, model, [], {})] == [0, 40]
     assert json.loads((tmp_path / "skill.json").read_text()) == run.skill
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
 
