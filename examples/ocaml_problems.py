@@ -113,7 +113,8 @@ def grade(question, text, hit_limit=False):
     pieces.append(("words", STYLE * bool(after and verdict.parses), *[after] * bool(after)))
     if hit_limit or verdict.ran_away:
         pieces.append(runaway(pieces))
-    metrics = {"structure": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares)}
+    # Not "structure", without which a run is refused: SmolLM2 may be the start, and little of it parses.
+    metrics = {"parses": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares)}
     metrics["right"] = verdict.right
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 

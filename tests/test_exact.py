@@ -15,7 +15,8 @@ from examples import mates
 from model import GPT, GPTConfig
 from nanorook.task import Grade, Question
 from nanorook.tokenizer import Tokenizer
-from rook import cut, positions
+from rook import positions
+from tools import chess_cut as cut
 from tools import compare, exact, exact_gradient
 
 FENS = "r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4", "4k3/P7/4K3/8/8/8/8/7R w - - 0 1"
@@ -107,7 +108,7 @@ def test_a_part_of_questions_changes_nothing(byte_model, monkeypatch):
 
 def test_an_answer_that_is_listed_twice_is_refused():
     task = SimpleNamespace(answers=lambda question: ["a", "a"], grade=None)
-    with pytest.raises(SystemExit, match="answers to '1?' have one twice"):
+    with pytest.raises(SystemExit, match="answers to '1.' have one twice"):
         exact.listed(task, [Question("short", "1?", 1)])
 
 

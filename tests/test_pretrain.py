@@ -329,7 +329,7 @@ def test_what_a_start_model_decides_is_not_ignored(given, run, few, capsys):
 
 def test_another_architecture_is_refused_before_the_first_step(run, few, monkeypatch, byte_model):
     llama = type("Llama", (GPT,), {})(byte_model.config)
-    monkeypatch.setattr(GPT, "load", lambda source: llama)
+    monkeypatch.setattr("architectures.load", lambda source: llama)
     with pytest.raises(SystemExit, match="--init: some/llama is not a GPT-2"):
         run("m", "--data", few, "--init", "some/llama")
 

@@ -104,7 +104,7 @@ def test_garbage_is_ignored_and_what_waits_answers_at_stop_alone(talk):
 def test_it_plays_itself(tmp_path):
     """python-chess's client raises at any illegal move and at any line out of turn."""
     where = dict(cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable})
-    with chess.engine.SimpleEngine.popen_uci(str(ROOT / "rook" / "uci.sh"), timeout=PATIENCE, **where) as engine:
+    with chess.engine.SimpleEngine.popen_uci(str(ROOT / "tools" / "chess_uci.sh"), timeout=PATIENCE, **where) as engine:
         engine.configure({"Temperature": 50})
         board = chess.Board()
         for limit in Limit(white_clock=60, black_clock=60), Limit(nodes=1), Limit(depth=1), *[Limit(time=0.001)] * 9:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import toy
+from nanorook.run import finished
 from nanorook.statistics import beyond_chance, figure, gain
 from nanorook.verdict import verdict
 
@@ -204,3 +205,10 @@ def test_a_run_ends_with_its_verdict_a_card_and_a_code(toy_run, tmp_path, monkey
         toy_run("unpaid")
     assert ended.value.code == 1 and "● red  No answer earned anything in 2 steps" in capsys.readouterr().out
     assert (tmp_path / "unpaid/model/README.md").exists()
+
+
+@pytest.mark.parametrize("error", [SystemExit("error: show of the task failed."), ValueError("no picture")])
+def test_a_report_that_fails_does_not_fail_the_run(error, toy_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(toy.NO_REPORT[1], "side_effect", error)
+    toy_run()
+    assert f"{error}\nThe report could not be written." in capsys.readouterr().out and finished(tmp_path / "out")

@@ -161,7 +161,10 @@ def change_rows(start, models):
     rows.append(["JSD(after, start) in nats", with_interval(*over_models(changed), ".3f")])
     if min(row.mean() for row in changed) >= CHANGED:
         explained = [ratio(before - after, before) for before, after in zip(changed, left)]
-        medians = [median((1 - after / before)[before >= CHANGED]) for before, after in zip(changed, left)]
+        medians = []
+        for before, after in zip(changed, left):
+            enough = before >= CHANGED
+            medians.append(median(1 - after[enough] / before[enough]))
         rows.append(["explained by sharpening, all", percent(explained)])
         mean, half = interval(medians)
         rows.append(["explained by sharpening, median", with_interval(100 * mean, 100 * half, ".1f")])
@@ -246,7 +249,7 @@ def main():
     p.add_argument("--training", action="store_true", help="questions from the training data, not held-out ones")
     p.add_argument("--questions", type=number(int, 1), help="the most questions to draw (default: all held-out ones)")
     p.add_argument(
-        "--picture", metavar="FILE", type=output_file, help="an SVG to write, of each kind FILE's with its name"
+        "--picture", metavar="FILE", type=output_file, help="an SVG to write, for each kind of questions one"
     )
     p.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     a = p.parse_intermixed_args()
@@ -272,7 +275,7 @@ def main():
         seeds = f", {len(models)} seeds" if len(models) > 1 else ""
         print(f"{some.sum()} {side} questions of the kind {kind}{seeds}: {a.start} and {', '.join(models)}\n")
         print(table([["%", "start", "after"], *policy_rows(of_kind, of_models)], a.markdown), end="\n\n")
-        print(table([["% if not said otherwise", "after"], *change_rows(of_kind, of_models)], a.markdown), end="\n\n")
+        print(table([["%, but α and JSD", "after"], *change_rows(of_kind, of_models)], a.markdown), end="\n\n")
         print(table(band_rows(of_kind, of_models), a.markdown), end="\n\n")
         if a.picture:
             file = Path(a.picture)

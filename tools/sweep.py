@@ -192,17 +192,19 @@ def comparison_rows(record, shown=()):
     """The rows for several settings, the heading first: means over the seeds after the runs."""
     names = shown or record["figures"]
     rows = [["", *names]]
+    all_runs = [run for variant in record["variants"].values() for run in variant["runs"] + variant.get("controls", [])]
     for title, variant in record["variants"].items():
         for kind in ("runs", "controls"):
             if not variant.get(kind):
                 continue
             row = [title + ", shuffled" * (kind == "controls")]
             for name in names:
-                values = [run[record["figures"].index(name)] for run in variant[kind]]
+                i = record["figures"].index(name)
+                values = [run[i] for run in variant[kind]]
                 if None in values:
                     row.append("")
                     continue
-                factor, form = scale_of(name, [abs(value[0]) for value in values])
+                factor, form = scale_of(name, [abs(run[i][0]) for run in all_runs if run[i] is not None])
                 mean, half, _ = over_seeds([(factor * value[0], 0.0) for value in values])
                 row.append(with_interval(mean, half, form))
             rows.append(row)

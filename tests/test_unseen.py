@@ -12,7 +12,7 @@ from examples import mates
 from nanorook.task import load_items
 from rook import mating, positions
 from rook.positions import Position, board_key, held_out, mating_moves
-from tools import chess_test_part as test_part
+from tools import chess_unseen as unseen
 from tools.chess_texts import mirror
 
 FILE = toy.ROOT / "data/test.txt.gz"
@@ -27,7 +27,7 @@ def part():
 
 @pytest.fixture(scope="module")
 def known():
-    return test_part.known_boards()
+    return unseen.known_boards()
 
 
 def test_the_test_part_is_held_out_and_shares_no_board_with_the_other_data(part, known):
@@ -70,28 +70,28 @@ def test_a_position_without_labels_is_there_for_its_mate_alone_only_if_others_ha
 
 
 def test_new_mates_are_held_out_and_unknown_and_come_from_different_games():
-    found = test_part.new_mates(3, set(), seed=5)
+    found = unseen.new_mates(3, set(), seed=5)
     assert len({board_key(fen) for fen in found}) == 3
     assert all(held_out(fen) and mating_moves(chess.Board(fen)) and chess.Board(fen).is_valid() for fen in found)
-    others = test_part.new_mates(3, {board_key(found[0])}, seed=5)
+    others = unseen.new_mates(3, {board_key(found[0])}, seed=5)
     assert found[0] not in others and others[:2] == found[1:]
 
 
 def test_the_greedy_player_takes_what_is_free_and_not_what_is_defended():
     free = chess.Board("4k3/8/8/3r4/8/2N5/8/4K3 w - - 0 1")
-    assert {test_part.greedy_move(free, random.Random(n)).uci() for n in range(20)} == {"c3d5"}
+    assert {unseen.greedy_move(free, random.Random(n)).uci() for n in range(20)} == {"c3d5"}
     defended = chess.Board("4k3/4p3/3p4/8/8/8/3Q4/4K3 w - - 0 1")
-    assert "d2d6" not in {test_part.greedy_move(defended, random.Random(n)).uci() for n in range(20)}
+    assert "d2d6" not in {unseen.greedy_move(defended, random.Random(n)).uci() for n in range(20)}
 
 
 def test_as_a_user_starts_it(tmp_path, monkeypatch, few_positions, capsys):
-    monkeypatch.setattr(test_part, "known_boards", lambda: set())  # or few_positions would have none that is new
+    monkeypatch.setattr(unseen, "known_boards", lambda: set())  # or few_positions would have none that is new
     out = tmp_path / "test.txt.gz"
-    command = ["test_part", str(out), few_positions, "--positions", "4", "--mates", "1"]
+    command = ["unseen", str(out), few_positions, "--positions", "4", "--mates", "1"]
     monkeypatch.setattr(sys, "argv", command)
-    test_part.main()
+    unseen.main()
     lines = gzip.open(out, "rt").read().splitlines()
     assert [line.count(";") for line in lines] == [2, 2, 2, 2, 0] and capsys.readouterr().out.startswith(f"{out}: 4 ")
     monkeypatch.setattr(sys, "argv", [*command[:3], "--positions", "4000"])
     with pytest.raises(SystemExit, match="fewer than --positions 4000; give more files"):
-        test_part.main()
+        unseen.main()

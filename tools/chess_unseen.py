@@ -1,6 +1,6 @@
 """Makes a test part: held-out positions on which no setting was chosen; data/README.md describes the one that is here.
 
-python -m tools.chess_test_part OUT FILE ...           FILE: positions that tools.chess_label has labelled
+python -m tools.chess_unseen OUT FILE ...           FILE: positions that tools.chess_label has labelled
 
 Ordinary positions are drawn from the files, with their labels. Positions with a mate in one come from new games of a
 greedy player against itself, one at most from each. All of them are held out, and none is a board of data/.
@@ -94,7 +94,7 @@ def new_mates(count, known, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser("python -m tools.chess_test_part", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser("python -m tools.chess_unseen", description=__doc__.split("\n")[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("out", type=output_file, help="the file to make, gzipped")
     parser.add_argument("files", metavar="FILE", nargs="*", help="labelled positions")
