@@ -17,7 +17,8 @@ from experiments import tables
 from rook.positions import Position
 from toy import ROOT, program
 
-FILES = [ROOT / "README.md", ROOT / "data" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "data" / "README.md", ROOT / "weights" / "tiny" / "README.md"]
+FILES += sorted((ROOT / "docs").glob("*.md"))
 
 TESTS = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "tests").glob("*.py")}
 PACKAGES = "nanorook", "rook", "architectures", "tools", "examples", "experiments"
