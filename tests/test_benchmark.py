@@ -203,10 +203,10 @@ def test_the_command_compares_two_models(monkeypatch, capsys, tmp_path, byte_mod
     assert rows[0] == ["held-out", "A", "B", "gain", "published"] and max(played) == 2
     assert shown.err == ""  # no progress where nobody watches
     cells = {row[0]: row[1:] for row in rows}
-    assert cells["policy structure T=0"] == ["0.000 ± 0.658", "0.000 ± 0.658", "+0.000 ± 0.658"]
-    assert cells["illegal moves T=1"][0].startswith("1.000")
-    assert {f"Lichess, all, first candidate, {row}" for row in ("pass@16 T=1", "below 1000 T=0")} <= cells.keys()
-    below = [row[0] for row in rows].index("mate in one, BIG-bench T=0") + 1
+    assert cells["policy structure, greedy"] == ["0.000 ± 0.658", "0.000 ± 0.658", "+0.000 ± 0.658"]
+    assert cells["illegal moves, sampled"][0].startswith("1.000")
+    assert {f"Lichess, all, first candidate, {row}" for row in ("pass@16, sampled", "below 1000, greedy")} <= cells.keys()
+    below = [row[0] for row in rows].index("mate in one, BIG-bench, greedy") + 1
     assert rows[below] == ["RookWorld-LM 124M, 7M texts × 3 epochs", "", "", "", "13.7 %"]
     assert sum(row[-1] == "32.1 %" for row in rows) == 1
-    assert cells["RookWorld A: next state T=0"][0] == "0.000 ± 0.658"  # of both files
+    assert cells["RookWorld A: next state, greedy"][0] == "0.000 ± 0.658"  # of both files

@@ -142,7 +142,7 @@ def test_a_process_works_on_the_gpu_that_is_asked_for_or_its_own(gpu, monkeypatc
         parallel.start(torch.device("cuda"), 3)
     with pytest.raises(SystemExit, match="^error: DEVICE=cuda:1 names one GPU, but NPROC=2"):
         parallel.start(torch.device("cuda:1"), 2)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(parallel, "join", lambda backend: None)
     told = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (told | {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)

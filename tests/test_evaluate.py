@@ -46,7 +46,7 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
     skill = json.loads((tmp_path / "out" / "skill.json").read_text())
     values = [skill[title]["short reward T=1"][2] for title in ("before", "after")]
     gain = tables.with_interval(*tables.gain(*values)[:2], "+.3f")
-    assert rows["short reward T=1"][2].removesuffix(" *") == gain and values[0] != values[1]
+    assert rows["short reward, sampled"][2].removesuffix(" *") == gain and values[0] != values[1]
 
 
 def test_a_runs_model_is_compared_with_what_it_began_with_whatever_it_is_asked(shown, toy_model, tmp_path):
@@ -62,9 +62,9 @@ def test_a_runs_model_is_compared_with_what_it_began_with_whatever_it_is_asked(s
 def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monkeypatch):
     first, rows = shown(toy_model, "EVAL_SAMPLES=4")
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]
-    assert "long reward T=0" in rows and not any("pass@" in name for name in rows)  # characters are no share
+    assert "long reward, greedy" in rows and not any("pass@" in name for name in rows)  # characters are no share
     _, rows = shown(toy_model, toy_model, "EVAL_SAMPLES=1", "SEED=0")
-    assert rows["long reward T=1"][-1].startswith("+0.000 ± ")
+    assert rows["long reward, sampled"][-1].startswith("+0.000 ± ")
     draw, items = evaluate.draw_questions, []
     spy = lambda task, some, *rest: items.append(some) or draw(task, some, *rest)  # noqa: E731
     monkeypatch.setattr(evaluate, "draw_questions", spy)
@@ -132,6 +132,6 @@ def test_as_a_user_starts_it(toy_run, tmp_path, toy_model):
     model = tmp_path / "out" / "step-000002"
     told = toy.user_runs("-m", "tools.evaluate", model)
     assert f"6 held-out questions of tests/toy.py: A is {toy_model}, B is {model}\n" in told.stdout, told.stderr
-    assert "short reward T=0.5" in told.stdout
+    assert "short reward, sampled" in told.stdout
     told = toy.user_runs("-m", "tools.ask", model, "--answers", "1")
     assert told.stdout.count("T=0.5  ->") == 3, told.stderr

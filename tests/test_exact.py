@@ -62,8 +62,8 @@ def test_probabilities_are_those_of_samples_and_add_up_to_one_with_other(text_fo
     asked, noise = [q.question for q in questions], torch.rand(2, n, 6, generator=torch.Generator().manual_seed(0))
     answers = []
     for part in noise.split(2000, 1):
-        for _, some in train.sample(model, asked, 2000, mates.LIMITS, temperature, part):
-            answers += some
+        for rollout in train.sample(model, asked, 2000, mates.LIMITS, temperature, part):
+            answers += rollout.answers
     for question, chances in zip(questions, probabilities):
         seen = Counter(spelling(a) for a in answers if a.question is question.question)
         shares = np.array([seen[text.strip()] for text in question.texts]) / n
@@ -220,7 +220,7 @@ def test_compare_as_a_user_starts_it(toy_settings, byte_model, tmp_path, monkeyp
     monkeypatch.setattr(train, "task", Letters)
     items = lambda *_: ([*range(40)], [*range(40)])  # noqa: E731
     monkeypatch.setattr(compare, "load_items", items)
-    monkeypatch.setattr(compare, "make_questions", lambda task, some, count, *_: QUESTIONS[:count])
+    monkeypatch.setattr(compare, "draw_questions", lambda task, some, count, *_: QUESTIONS[:count])
     byte_model.save(tmp_path / "start")
     with torch.no_grad():
         for p in byte_model.parameters():
@@ -265,10 +265,10 @@ def test_the_gradient_is_that_of_many_samples(toy_settings, monkeypatch):
     model.zero_grad()
     n = 50_000
     noise = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(0))
-    ((batch, answers),) = train.sample(model, question, n, Letters.LIMITS, 1.0, noise)
-    worth = torch.tensor([Letters.worth.get(a.text, 0.0) * (not a.hit_limit) for a in answers])
-    logprobs, _ = train.forward(model, batch, 1.0)
-    (-(worth - worth.mean())[:, None] * logprobs * batch.completion_mask).sum().div(n).backward()
+    [rollout] = train.sample(model, question, n, Letters.LIMITS, 1.0, noise)
+    worth = torch.tensor([Letters.worth.get(a.text, 0.0) * (not a.hit_limit) for a in rollout.answers])
+    logprobs, _ = train.forward(model, rollout, 1.0)
+    (-(worth - worth.mean())[:, None] * logprobs * rollout.completion_mask).sum().div(n).backward()
     sampled = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert torch.nn.functional.cosine_similarity(found, sampled, 0) > 0.95
     assert found.norm() == pytest.approx(sampled.norm().item(), rel=0.5)  # of some thirty rewards
@@ -286,7 +286,7 @@ def test_each_objective_learns_and_leaves_a_model_that_the_tools_read(
     monkeypatch.setattr(exact_gradient, "OBJECTIVE", chosen)
     monkeypatch.setattr(exact_gradient, "load_items", lambda *_: ([*range(40)], []))
     monkeypatch.setattr(
-        exact_gradient, "make_questions", lambda task, items, count, rng, _: rng.sample(QUESTIONS, count)
+        exact_gradient, "draw_questions", lambda task, items, count, rng, _: rng.sample(QUESTIONS, count)
     )
     monkeypatch.setattr(sys, "argv", ["exact_gradient"])
     exact_gradient.main()

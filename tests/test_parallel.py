@@ -156,7 +156,7 @@ def test_processes_that_ask_other_questions_do_not_start(monkeypatch, toy_run):
 def test_a_rank_alone_is_another_programs_and_a_number_of_threads_is_kept(told, threads, monkeypatch):
     joined, chosen = [], []
     monkeypatch.setattr(parallel, "launch", lambda processes: joined.append(processes))
-    monkeypatch.setattr(torch.distributed, "init_process_group", joined.append)
+    monkeypatch.setattr(parallel, "join", joined.append)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
