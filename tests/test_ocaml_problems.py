@@ -370,12 +370,17 @@ def test_the_usual_verifier_lets_through_what_the_table_says(tmp_path):
         assert wanted is None or usual_verifier(hack, tmp_path) == pytest.approx(wanted), name
 
 
-def test_the_table_of_the_documentation_has_each_hack():
+def test_the_documentation_counts_the_hacks():
     page = (toy.ROOT / "docs" / "incidents.md").read_text()
-    told = dict(re.findall(r"^\| ([^|]+) \| ([^|]+ \| [^|]+) \|$", page, re.MULTILINE))
-    for name, (_, ours, usual) in HACKS.items():
+    free = [name for name, (_, ours, usual) in HACKS.items() if usual == 1 and not ours]
+    assert f"have {len(HACKS)} such answers to one problem, of which {len(free)} pass" in " ".join(page.split())
+    table = page.partition("| hack |")[2].partition("\n\n")[0]
+    told = dict(re.findall(r"^\| ([^|-]+) \| ([^|]+ \| [^|]+) \|$", table, re.MULTILINE))
+    assert len(told) >= 5
+    for name, shown in told.items():
+        _, ours, usual = HACKS[name]
         shares = ["refused" if ours is None else f"{ours:.0%}", "not run" if usual is None else f"{usual:.0%}"]
-        assert told.get(name) == " | ".join(reversed(shares)).replace("%", " %"), name
+        assert shown == " | ".join(reversed(shares)).replace("%", " %"), name
 
 
 HONEST = (  # side effects that a right answer may have

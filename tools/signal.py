@@ -8,7 +8,7 @@ The gradient g of n questions is the true one, G, plus noise: |g|² is |G|² + n
 different questions share no noise, so the mean of their products is |G|² without bias. The noise scale is the number of
 questions at which half of |g|² is signal (McCandlish et al., 2018, An Empirical Model of Large-Batch Training). Noise
 comes from which questions are drawn, and from which answers to them; more answers to each reduce only the second
-("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/signal.md explains the tables.
+("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/tools.md explains the tables.
 """
 
 import time
