@@ -27,7 +27,7 @@ LARGE = True  # these are for models above 50M parameters, see nanorook/sizes.py
 MAX_NEW_TOKENS = setting("MAX_NEW_TOKENS", 32, "the most tokens of an answer, its end token included", low=2)
 LIMITS = {"records": MAX_NEW_TOKENS}
 NAMES = {"records right": "right records", "records json": "JSON and nothing else"}
-NAMES = """Lena Omar Ruth Igor Nina Hugo Mary Ivan Rosa Paul Emma Noah Anna Karl Lucy Adam Vera Felix Clara Simon
+FIRST_NAMES = """Lena Omar Ruth Igor Nina Hugo Mary Ivan Rosa Paul Emma Noah Anna Karl Lucy Adam Vera Felix Clara Simon
 Alice Peter Sofia Oscar Julia David Laura Jonas Maria Frank Diana Bruno Helen Tomas Irene Henry""".split()
 CITIES = """Oslo Lima Paris Turin Rome Cairo Delhi Dublin Vienna Madrid Berlin London Tokyo Moscow Athens Lisbon Warsaw
 Sydney Boston Dallas Denver Geneva Milan Naples""".split()
@@ -51,7 +51,7 @@ def load(source, config):
     def people(names, cities, count):
         return [(*rng.sample(names, 2), *rng.sample(cities, 2), rng.randrange(18, 90)) for _ in range(count)]
 
-    return people(NAMES[12:], CITIES[8:], 4000), people(NAMES[:12], CITIES[:8], 1000)
+    return people(FIRST_NAMES[12:], CITIES[8:], 4000), people(FIRST_NAMES[:12], CITIES[:8], 1000)
 
 
 def make_questions(items, count, rng, config):
