@@ -62,7 +62,7 @@ def test_a_table_comes_from_a_file_and_rows():
     page = "# A\n\n<!-- table\nletters.json: letters last T=0\n-->\n\n| wrong |\n\nmore\n"
     head, rule, row, *rest = tables.rewritten(page).splitlines()[6:]
     before, after, *_ = (float(cell) for cell in row.split("|")[2:4])
-    assert row.startswith("| letters last, greedy ") and before < 30 < 90 < after and rest == ["", "more"]
+    assert row.startswith("| right letters, greedy ") and before < 30 < 90 < after and rest == ["", "more"]
 
 
 def test_the_docs_stay_few():
