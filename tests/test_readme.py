@@ -67,7 +67,7 @@ def test_a_table_comes_from_a_file_and_rows():
 
 def test_a_row_may_have_another_name_and_lacks_what_its_file_lacks():
     page = "<!-- table\nletters.json: letters last T=0 as [Letters](#a): the last\nadds-prompts.json: *\n-->\n"
-    head, rule, letters, *prompts = tables.rewritten(page).splitlines()[5:]
+    head, rule, letters, *prompts = tables.rewritten(page).splitlines()[4:]
     assert letters.startswith("| [Letters](#a): the last | 17.8 |") and prompts
     assert all(row.count("|") == head.count("|") and row.endswith("| – | – | – |") for row in prompts)
 
