@@ -66,6 +66,27 @@ def test_a_table_comes_from_a_file_and_rows():
     assert row.startswith("| right letters, greedy ") and before < 30 < 90 < after and rest == ["", "more"]
 
 
+def test_a_row_may_have_another_name_and_lacks_what_its_file_lacks():
+    page = "<!-- table\nletters.json: letters last T=0 as [Letters](#a): the last\nadds-prompts.json: *\n-->\n"
+    head, rule, letters, *prompts = tables.rewritten(page).splitlines()[4:]
+    assert letters.startswith("| [Letters](#a): the last | 17.8 |") and prompts
+    assert all(row.count("|") == head.count("|") and row.endswith("| – | – | – |") for row in prompts)
+
+
+def test_the_line_below_a_table_comes_from_its_record_and_is_written_once():
+    page = "<!-- table\nadds.json: adds right T=0\nmade by adds.json\n-->\n\nMade by `./train.sh` in a text.\n"
+    page = tables.rewritten(page)
+    made, text = page.splitlines()[-3], page.splitlines()[-1]
+    settings = "TASK=examples/adds.py EVAL_POSITIONS=100 EVAL_SAMPLES=16 --seeds 3"
+    assert made.startswith(f"Made by `python -m tools.sweep OUT {settings}` on 2 cores of AMD EPYC, bfloat16, 2026-")
+    assert text == "Made by `./train.sh` in a text." and tables.rewritten(page) == page
+
+
+def test_each_record_is_shown_by_a_page():
+    shown = "".join(file.read_text() for file in tables.PAGES)
+    assert all(f"\n{file.name}: " in shown for file in (ROOT / "experiments").glob("*.json"))
+
+
 def test_the_docs_stay_few():
     assert len(list((ROOT / "docs").glob("*.md"))) <= 7
 
