@@ -385,7 +385,8 @@ def test_a_save_stays_within_its_folder_and_is_whole_on_a_full_disk(run, few, tm
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "write_bytes", write_bytes)
-            patch.setattr(sys, "argv", ["pretrain", str(tmp_path / "m"), *SHAPE, *TINY, "--data", str(few), "--steps", "2"])
+            arguments = [*SHAPE, *TINY, "--data", str(few), "--steps", "2"]
+            patch.setattr(sys, "argv", ["pretrain", str(tmp_path / "m"), *arguments])
             with pytest.raises(SystemExit, match="error: a file could not be read or written .*No space left"):
                 runpy.run_module("tools.chess_pretrain", run_name="__main__")
         assert all(path.read_bytes() == content for path, content in before.items())

@@ -16,7 +16,7 @@ SUMS = {  # worst first: the answer, its reward, whether it is a sum alone and w
     "": (0, 0, 0),
     "What a question!": (0, 0, 0),
     "The answer is 95.": (0.15, 0, 0),  # a digit of two is right
-    "47 + 38 = ٨٥": (0.15, 0, 0),  # only its right digit, the last of 38, is paid for
+    "47 + 38 = ٨٥": (0, 0, 0),  # digits of another script are no number
     "47 + 38 = 185": (0.5, 1, 0),
     "It is 38 + 47 = 85": (0.7, 0, 1),
     "So 47 + 38 = 85": (0.8, 0, 1),

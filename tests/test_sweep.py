@@ -130,4 +130,4 @@ def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):
         record = sweep.record_of({"default": {"runs": folders, "controls": []}})
         tables.append(re.sub(" +", " ", show(sweep.gain_rows(record), markdown=True)))
     assert "control" not in tables[0]  # there was none
-    assert "50.2 | +50.2 ± 48.8 |" in tables[0] and "50.2 | +50.2 ± 3.2 |" in tables[1]
+    assert "50.2 | +50.2 ± 134.2 |" in tables[0] and "50.2 | +50.2 ± 3.2 |" in tables[1]
