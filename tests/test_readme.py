@@ -13,6 +13,7 @@ import chess.pgn
 import pytest
 import torch
 
+import grpo
 from experiments import tables
 from rook.positions import Position
 from toy import ROOT, program
@@ -169,22 +170,43 @@ def test_the_readme_has_the_commands_that_this_file_runs():
 
 
 def test_the_lines_of_a_loss_are_a_loss():
-    """Put where the text says. While the policy is the one that sampled, all losses have the same gradient."""
+    """Put where the text says. While the policy is the one that sampled, all losses have the same gradient; after an
+    update this one has no ratio."""
     readme, source = ((ROOT / name).read_text() for name in ("README.md", "grpo.py"))
     branch, name = re.search(r'( {4}elif loss == ("\w+"):\n(?: {8}.*\n)+)', readme).groups()
     source, named = re.subn(r"(\nLOSSES = \(.*)\)", rf"\g<1>, {name})", source)
-    source, added = re.subn(r"( {4}else:\n {8}objective)", rf"{branch}\g<1>", source)
+    source, added = re.subn(r"( {4}else:\n {8}raise ValueError\(f.{loss)", rf"{branch}\g<1>", source)
     assert (named, added) == (1, 1)
     changed = types.ModuleType("changed")
     exec(source, vars(changed))
-    gradients = []
-    for loss in ("dapo", eval(name)):
+
+    def gradient(loss, moved):
         logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
         mask, advantages = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1.0], [-0.5]])
         given = dict(loss=loss, clip_low=0.2, clip_high=0.2, normalizer=3)
-        changed.policy_loss(logprobs, logprobs.detach(), advantages, mask, **given)[0].backward()
-        gradients.append(logprobs.grad)
-    assert torch.equal(*gradients) and gradients[0].any()
+        changed.policy_loss(logprobs, logprobs.detach() - moved, advantages, mask, **given)[0].backward()
+        return logprobs.grad
+
+    assert torch.equal(gradient("dapo", 0.0), gradient(eval(name), 0.0)) and gradient("dapo", 0.0).any()
+    assert torch.equal(gradient(eval(name), 0.0), gradient(eval(name), 0.1))
+    assert not torch.equal(gradient("dapo", 0.1), gradient(eval(name), 0.1))
+
+
+def test_grpo_in_fifteen_lines_is_what_grpo_py_computes():
+    code = re.search(r"## GRPO in fifteen lines.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    torch.manual_seed(0)
+    logprobs, old_logprobs, ref_logprobs = (-3 * torch.rand(4, 5) for _ in range(3))
+    given = dict(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, mask=torch.rand(4, 5) > 0.3)
+    given |= dict(torch=torch, clip_low=0.2, clip_high=0.28, kl_coef=0.1)
+    exec(code, given)
+    advantages = grpo.advantages(given["rewards"][:, None], 4)
+    assert advantages[:, 0].tolist() == given["advantages"].tolist() == [-0.375, -0.375, 0.625, 0.125]
+    mask = given["mask"]
+    normalizer = grpo.loss_normalizer(mask, "dapo", 5)
+    settings = dict(loss="dapo", clip_low=0.2, clip_high=0.28, normalizer=normalizer)
+    loss, _ = grpo.policy_loss(logprobs, old_logprobs, advantages, mask, **settings)
+    kl = grpo.aggregate(grpo.kl(logprobs, ref_logprobs, mask, "k2"), mask, "dapo", normalizer)
+    torch.testing.assert_close(given["loss"], loss + 0.1 * kl)
 
 
 each_page = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
