@@ -28,15 +28,13 @@ from rook.positions import contract_board, environment_move, expand_board, held_
 # fmt: off
 MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.09, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
 MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.96, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
-MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens in a policy completion", low=1)
-MAX_NEW_TOKENS_ENV         = setting("MAX_NEW_TOKENS_ENV", 144, "the most tokens in an environment completion", low=1)
+MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens of a whole answer", low=1)
 MATES_KL                   = setting("MATES_KL", 0.2, "KL_COEF is multiplied by this for questions about mates", low=0)
-RUNAWAY_PENALTY_MULTIPLIER = setting("RUNAWAY_PENALTY_MULTIPLIER", 0.3, "a positive reward is multiplied by this when a completion hits its limit", low=0, high=1)
 # fmt: on
 
 DEFAULTS = {"KL_COEF": 0.2, "WARMUP_STEPS": 25}
 KL_WEIGHTS = {"mates": MATES_KL}
-LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS_ENV, "moves": 6, "mates": 6}  # moves: "e7e8q "
+LIMITS = {"policy": MAX_NEW_TOKENS, "environment": MAX_NEW_TOKENS, "moves": 6, "mates": 6}  # moves: "e7e8q "
 NAMES = {  # of the figures that a verdict names first
     "mates mate": "mates found",
     "moves legal": "legal moves",
@@ -289,7 +287,7 @@ def grade(question, text, hit_limit=False):
         metrics[f"{judged}_{group}"] = metrics[judged]
     reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:
-        pieces.append(runaway(pieces, RUNAWAY_PENALTY_MULTIPLIER))
+        pieces.append(runaway(pieces))
     metrics = {name: float(value) for name, value in metrics.items()}
     return Grade(tuple(pieces), metrics)
 

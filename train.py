@@ -99,8 +99,6 @@ EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out que
 EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
 REPORT_TO               = setting("REPORT_TO", "none", "also send figures and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
-RECOVERY_LR_FACTOR      = setting("RECOVERY_LR_FACTOR", 0.5, "the learning rate is multiplied by this each time the run goes back", low=0, high=1)
-MAX_CONSECUTIVE_NANS    = setting("MAX_CONSECUTIVE_NANS", 3, "steps in a row with a skipped update, after which the run goes back", low=1)
 
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
@@ -111,6 +109,8 @@ NPROC                   = setting("NPROC", "auto", "number of processes on this 
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
+MAX_CONSECUTIVE_NANS = 3  # steps in a row with a skipped update, after which it goes back
+RECOVERY_LR_FACTOR = 0.5  # it would fail again with the same learning rate
 EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, those of a step if they are more
 
 

@@ -124,7 +124,7 @@ def advantages(toy_settings, kind, credit):
     return toy.advantages(answers, 1 + max(map(len, some)), credit)
 
 
-PENALTIES = dict(MALFORMED=-0.6, WASTED=1.0, RUNAWAY_PENALTY_MULTIPLIER=0.5)
+PENALTIES = dict(MALFORMED=-0.6, WASTED=1.0)
 WORTHS = [("policy", None, name, value) for name, value in PENALTIES.items()]
 WORTHS += [("policy", "POLICY_WEIGHTS", name, 2 * value) for name, value in POLICY_WEIGHTS.items()]
 WORTHS += [("environment", "ENVIRONMENT_WEIGHTS", name, 2 * value) for name, value in ENVIRONMENT_WEIGHTS.items()]

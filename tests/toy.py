@@ -93,7 +93,8 @@ def set_all(patch, values, task=sys.modules[__name__]):
     patch.setattr(train, "task", task)
     for name, value in values.items():
         patch.setattr(train, name, value)
-        patch.setitem(known, name, (*known[name][:2], value))
+        if name in known:  # others are constants
+            patch.setitem(known, name, (*known[name][:2], value))
 
 
 def to_cpu(rollout):
