@@ -29,12 +29,12 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 
 
 def advantages(values, group_size, scale="none", best_of=1):
-    """The values (N, K) of K components of N rewards, compared within groups of G -> advantages (N, K).
+    """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
 
-    The default is the first two lines: a value minus its group's mean. scale="std" also divides by the standard
-    deviation of the group's rewards, as GRPO was introduced (Shao et al., 2024, DeepSeekMath); that favours questions
-    whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k pay more for what is rare, see
-    weights_by_rank().
+    By default an advantage is a value minus its group's mean, and exactly 0 where all values of a group are alike.
+    scale="std" also divides by the standard deviation of the group's rewards, as GRPO was introduced (Shao et al.,
+    2024, DeepSeekMath); that favours questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and
+    best_of=k pay more for what is rare, see weights_by_rank().
     """
     groups = values.unflatten(0, (-1, group_size))  # (B, G, K)
     result = groups - groups.mean(1, keepdim=True)
@@ -44,12 +44,12 @@ def advantages(values, group_size, scale="none", best_of=1):
     if scale == "std":
         result = result / (deviation(groups) + 1e-4)
     highest, lowest = groups.amax(1, keepdim=True), groups.amin(1, keepdim=True)  # (B, 1, K)
-    alike = highest - lowest <= 1e-6
-    return result.masked_fill(alike, 0).flatten(0, 1)  # their advantages are 0, not the mean's rounding error
+    alike = highest - lowest <= 1e-6  # there, what is left after subtracting the mean is a rounding error
+    return result.masked_fill(alike, 0).flatten(0, 1)
 
 
 def deviation(groups):
-    """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K). With several components it is the root
+    """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K). With several pieces it is the root
     of the sum of their variances, as the variance of their sum may be 0."""
     return groups.var(1).sum(1).sqrt()[:, None, None]
 
@@ -85,14 +85,14 @@ def weights_by_rank(G, scale, best_of):
 def advantages_by_rank(groups, weights):
     """The advantages (B, G, K) of groups (B, G, K), from weights_by_rank().
 
-    The order is that of whole rewards. Each difference between neighbours is divided among the components as the two
-    answers differ in them, so an answer's components add up to its advantage in the group of whole rewards.
+    The order is that of whole rewards. Each difference between neighbours is divided among the pieces as the two
+    answers differ in them, so an answer's pieces add up to its advantage in the group of whole rewards.
     Answers with equal rewards form a block, and their mean takes their place in that order. An answer differs from its
-    block's mean in single components only, and is paid for that by the mean of the weights inside the block. The result
+    block's mean in single pieces only, and is paid for that by the mean of the weights inside the block. The result
     is the mean over all orders in which the answers of a block could stand.
 
-    Where each component judges the whole answer, this is the exact gradient that weights_by_rank() names. Where a
-    component judges words of its own, it is credit assignment, and those words may be paid against the component's own
+    Where each piece judges the whole answer, this is the exact gradient that weights_by_rank() names. Where a
+    piece judges words of its own, it is credit assignment, and those words may be paid against the piece's own
     order: the best answer can get less in it than answers that have nothing there, because the second best had more.
     """
     rewards, order = groups.sum(2).sort(1)  # (B, G)
@@ -118,18 +118,18 @@ def advantages_by_rank(groups, weights):
     return paid - paid.mean(1, keepdim=True)
 
 
-def credit(answers, ends, T):
+def credit(pieces, ends, T):
     """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
 
-    `answers`: for each answer its pieces (name, value, span, span, ...), where a span is a (start, end) of characters.
+    `pieces`: for each answer its own (name, value, span, span, ...), where a span is a (start, end) of characters.
     `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
     last character is in. A piece without spans judges all tokens, the end token included, which is in no span. So does
     a piece that an answer lacks, whose value is then 0."""
-    names = list(dict.fromkeys(name for pieces in answers for name, *_ in pieces))  # each once, in a fixed order
-    values = np.zeros((len(answers), len(names)), dtype=np.float32)
-    piece_mask = np.ones((len(answers), T, len(names)), dtype=np.float32)
-    for n, pieces in enumerate(answers):
-        for name, value, *spans in pieces:
+    names = list(dict.fromkeys(name for own in pieces for name, *_ in own))  # each once, in a fixed order
+    values = np.zeros((len(pieces), len(names)), dtype=np.float32)
+    piece_mask = np.ones((len(pieces), T, len(names)), dtype=np.float32)
+    for n, own in enumerate(pieces):
+        for name, value, *spans in own:
             k = names.index(name)
             values[n, k] = value
             piece_mask[n, :, k] = 0 if spans else 1
@@ -148,7 +148,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 
     `logprobs` (N, T), with gradient, are those of the policy in training; `old_logprobs` are those of the weights that
     sampled, by the same forward pass. `normalizer` is loss_normalizer() of the whole batch; `importance` (N, T) comes
-    from importance_weights().
+    from importance_weights(). `clip_low` and `clip_high` are CLIP_RANGE and CLIP_RANGE_HIGH; in the sums, the same
+    names count the tokens whose gradient the clip has changed.
 
     grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
              (Shao et al., 2024): a token of a long completion weighs less

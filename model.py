@@ -11,7 +11,8 @@ Another architecture is a subclass of GPT in a file of its own, such as architec
 (`wte`, its blocks `h`, the buffer `unembedding`), brings `trunk` and `head_weight`, and reads and writes its folders
 with the four methods at the end of GPT. Sampling, shared prompts, training and checkpoints are inherited.
 
-Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads.
+Sizes: B prompts, G rows in a group, N = B·G rows, P prompt and T completion tokens, C = H·D channels in H heads. In
+attention: S queries of a row, K keys of its own; where R query heads share the keys of one head, H counts key heads.
 """
 
 import functools
@@ -102,7 +103,7 @@ def causal_attention(layer, q, k, v):
 
 
 def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
-    """Attention of queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their group's prompt (B, H, P, D).
+    """Attention of queries (N, H·R, S, D) to their row's keys (B, H, G, K, D) and their prompt's (B, H, P - 1, D).
 
     The G·R·S queries to one prompt are one matrix product: the prompt is read once for its group, not copied for each
     row. Decoding is bound by memory bandwidth, and in training the copies would take longer than short answers do. R
@@ -112,9 +113,9 @@ def shared_attention(q, k, v, bias, prompt_k, prompt_v, prompt_bias):
     R = q.shape[1] // H
     queries = grouped(q, B, H).to(k.dtype) * D**-0.5  # (B, H, G, R·S, D)
 
-    prompt_scores = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P)
+    prompt_scores = queries.flatten(2, 3) @ prompt_k.transpose(-1, -2)  # (B, H, G·R·S, P - 1)
     prompt_scores += prompt_bias.to(prompt_scores.dtype)
-    prompt_scores = prompt_scores.unflatten(2, (G, -1))  # (B, H, G, R·S, P)
+    prompt_scores = prompt_scores.unflatten(2, (G, -1))  # (B, H, G, R·S, P - 1)
     own_scores = queries @ k.transpose(-1, -2)  # (B, H, G, R·S, K)
     bias = bias.to(own_scores.dtype).expand(R, -1, -1)  # (R, S, K)
     own_scores += bias.flatten(0, 1)  # (R·S, K)

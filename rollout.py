@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
     question: tuple  # the task's Question
     text: str  # without the end token
-    ends: list  # for each token the number of characters up to its end
+    char_ends: list  # for each token the number of characters up to its end
     hit_limit: bool  # the answer was cut off at its limit
     grade: Any = None  # the task's Grade
 
@@ -114,8 +114,8 @@ def sample_alike(model, questions, group_size, limits, temperature, noise):
     lengths = rollout.completion_mask.sum(1).tolist()
     rows = zip(rollout.completions.tolist(), lengths, rollout.hit_limit.tolist())
     for n, (tokens, length, hit_limit) in enumerate(rows):
-        text, ends = detokenize(model.tokenizer, tokens[:length])
-        rollout.answers.append(Answer(questions[n // group_size], text, ends, hit_limit))
+        text, char_ends = detokenize(model.tokenizer, tokens[:length])
+        rollout.answers.append(Answer(questions[n // group_size], text, char_ends, hit_limit))
     return rollout
 
 
@@ -130,15 +130,15 @@ def end_tokens(tokenizer, kind, stop, stop_after):
 
 
 def detokenize(tokenizer, tokens):
-    """(text, ends) of the tokens before an end token: `ends` gives for each token the number of characters up to its
-    end. Ids without a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
+    """(text, char_ends) of the tokens before an end token; the second gives for each token the number of characters up
+    to its end. Ids without a token (a padded vocabulary has some) and bytes that are not UTF-8 become U+FFFD."""
     parts = []
     for token in tokens:
         if token in tokenizer.ends:
             break
         parts.append(tokenizer.token_bytes.get(token, b"\xff"))
-    ends = [len(prefix.decode("utf-8", "replace")) for prefix in accumulate(parts)]
-    return b"".join(parts).decode("utf-8", "replace"), ends
+    char_ends = [len(prefix.decode("utf-8", "replace")) for prefix in accumulate(parts)]
+    return b"".join(parts).decode("utf-8", "replace"), char_ends
 
 
 @torch.no_grad()
@@ -273,24 +273,26 @@ def draw(logprobs, uniform):
 
 
 def microbatches(rollout, most_tokens, has_kl):
-    """The rollout in parts of whole groups, shortest first. A part has at most `most_tokens`, padding included but no
-    answer twice; a larger group is a part of its own. With a KL every group has a gradient, otherwise only those whose
-    advantages are not all 0; the others are run for metrics, in parts of their own."""
+    """The rollout in parts of whole groups: those with a gradient first, then by their longest answer. A part has at
+    most `most_tokens`, padding included (on a CPU, equal answers of a group count once); a larger group is a part of
+    its own. With a KL every group has a gradient, otherwise only those whose advantages are not all 0; the others are
+    run for metrics, in parts of their own."""
     B, G = len(rollout.prompts), rollout.group_size
     longest = rollout.completion_mask.sum(1).view(B, G).amax(1)  # (B,) tokens of each group's longest answer
     is_idle = (rollout.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups without a gradient
-    P, T, is_idle = torch.stack([rollout.prompt_lengths, longest, is_idle.long()]).tolist()  # GPU sync
+    per_group = torch.stack([rollout.prompt_lengths, longest, is_idle.long()])  # (3, B)
+    prompt_tokens, answer_tokens, is_idle = per_group.tolist()  # GPU sync; now lists with an entry for each group
     if rollout.completions.is_cuda:
         distinct = [G] * B
     else:
         distinct = [len(distinct_rows(group, 1)[0]) for group in rollout.completions.split(G)]
 
     def padded_tokens(groups):
-        prompt, answer = max(P[b] for b in groups), max(T[b] for b in groups)
+        prompt, answer = max(prompt_tokens[b] for b in groups), max(answer_tokens[b] for b in groups)
         return len(groups) * (prompt + answer * max(distinct[b] for b in groups))
 
     parts = []
-    for b in sorted(range(B), key=lambda b: (is_idle[b], T[b], distinct[b])):
+    for b in sorted(range(B), key=lambda b: (is_idle[b], answer_tokens[b], distinct[b])):
         fits = parts and is_idle[b] == is_idle[parts[-1][0]] and padded_tokens([*parts[-1], b]) <= most_tokens
         if fits:
             parts[-1].append(b)
@@ -298,7 +300,7 @@ def microbatches(rollout, most_tokens, has_kl):
             parts.append([b])
     result = []
     for groups in parts:
-        part = rollout.select(groups, max(P[b] for b in groups), max(T[b] for b in groups))
+        part = rollout.select(groups, max(prompt_tokens[b] for b in groups), max(answer_tokens[b] for b in groups))
         part.has_gradient = not is_idle[groups[0]]
         result.append(part)
     return result

@@ -9,9 +9,9 @@ TASK=examples/letters.py ./train.sh              another task
 A step: make B questions, sample G answers to each (rollout.py), grade them (rewards.py), compare each with its group
 (grpo.py), and update the weights.
 
-Sizes: B prompts, G answers to each (its group), N = B·G rows, P prompt tokens, T completion tokens, K components of a
-reward, V tokens in the vocabulary. They are those of the tensor at hand, of a step, a kind of question or a microbatch.
-An answer is a completion as text; a row is either.
+Sizes: B prompts, G answers to each (its group), N = B·G rows, P prompt tokens, T completion tokens, K pieces of a
+reward, V tokens in the vocabulary. B, N, P, T and K are counted over a step, one kind of question or one microbatch,
+whichever the tensor belongs to. A completion is tokens, an answer is the same as text; "row" means either.
 
 Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
 do not change the loss; the first step checks that sampler, policy and reference agree; a run that breaks goes back to
@@ -109,8 +109,8 @@ NPROC                   = setting("NPROC", "auto", "number of processes on this 
 # fmt: on
 
 SNAPSHOT_EVERY = 10  # steps between copies of a healthy state, to which a run that breaks goes back
-MAX_CONSECUTIVE_NANS = 3  # steps in a row with a skipped update, after which it goes back
-RECOVERY_LR_FACTOR = 0.5  # it would fail again with the same learning rate
+MAX_SKIPPED_IN_A_ROW = 3  # steps in a row with a skipped update, after which the run goes back
+RECOVERY_LR_FACTOR = 0.5  # LR is multiplied by this when the run goes back, as the same LR would fail again
 EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, those of a step if they are more
 
 
@@ -135,7 +135,7 @@ def main():
         step = run.step
         time_started = time.perf_counter()
 
-        # Questions, and answers to them by the weights as they are now
+        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question (and stop)
         questions, noise = my_questions(items, step, model.config)
         sampler.sync_from(model)
         rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
@@ -151,11 +151,12 @@ def main():
             fail_if(monitor.check_answers(metrics, task.LIMITS))
         time_graded = time.perf_counter()
 
-        # Loss, gradient, guard, optimizer
+        # Loss, gradient, guard, optimizer. A snapshot is of the weights that sampled: "going back" below keeps it as
+        # run.good if they prove sound.
         snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         set_learning_rates(optimizers, factor)
-        metrics |= update(model, reference, optimizers, rollouts, run.microbatch, check=step == 0)
+        metrics |= update(model, reference, optimizers, rollouts, most_tokens=run.microbatch, check=step == 0)
         time_updated = time.perf_counter()
 
         # What happened
@@ -171,8 +172,8 @@ def main():
 
         # Going back. The KL was measured with the weights that sampled, so it judges the updates before this one.
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
-        kl, _ = monitor.highest(metrics, "kl")  # of the kind that is furthest away; NaN, so never too far, without a KL
-        if metrics["broken"] or kl > KL_DIVERGENCE_THRESHOLD or run.skipped_in_a_row >= MAX_CONSECUTIVE_NANS:
+        kl, _ = monitor.highest(metrics, "kl")  # the highest of any kind; NaN, which exceeds nothing, without a KL
+        if metrics["broken"] or kl > KL_DIVERGENCE_THRESHOLD or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
             run.good = snapshot  # the weights that sampled, whose answers and KL have turned out to be sound
@@ -220,7 +221,7 @@ def add_advantages(rollout, credit, step=0):
         pieces = [answer.grade.pieces for answer in answers]
     else:
         pieces = [[("reward", answer.grade.reward)] for answer in answers]
-    ends = [answer.ends for answer in answers]
+    ends = [answer.char_ends for answer in answers]
     values, piece_mask = grpo.credit(pieces, ends, rollout.completions.shape[1])  # (N, K), (N, T, K)
     if CONTROL == "shuffle":  # each answer gets the values of a random one in its group
         values = values[shuffled(answers, rollout.group_size, f"{SEED}/{step}/")]
@@ -249,8 +250,9 @@ def set_learning_rates(optimizers, factor):
 
 
 def update(model, reference, optimizers, rollouts, most_tokens, check=False):
-    """Makes EPOCHS updates from the answers of a step, in microbatches of at most `most_tokens`; returns metrics. With
-    `check`, the run ends if sampler, policy and reference disagree, before any weight has changed."""
+    """Makes EPOCHS updates from the answers of a step; returns metrics. Each update sums the gradients of all
+    microbatches, the `parts`, of at most `most_tokens` tokens. With `check`, the run ends if sampler, policy and
+    reference disagree, before any weight has changed."""
     parts = [part for rollout in rollouts for part in microbatches(rollout, most_tokens, KL_COEF > 0)]
     device, limit = model.wte.weight.device, max(task.LIMITS.values())
     normalizer = torch.zeros((), dtype=torch.long, device=device)  # also of a process that has no question
@@ -264,17 +266,17 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
             part_sums = add_gradient(model, reference, part, normalizer, is_first_epoch=epoch == 0)
             for name, value in part_sums.items():
                 sums[name] = sums[name] + value
-        totals = parallel.total(torch.stack([*sums.values()]))  # of all processes, in one call
+        summed = parallel.total(torch.stack([*sums.values()]))  # over all processes, in one call
         parallel.sum_gradients(model.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        numbers = torch.cat([totals, grad_norm[None]]).tolist()  # one GPU sync for all of them
+        numbers = torch.cat([summed, grad_norm[None]]).tolist()  # one GPU sync for all of them
         totals = dict(zip([*sums, "grad_norm"], numbers))
         epochs.append(totals)
         if check and epoch == 0:
             fail_if(monitor.check_agreement(per_token(totals), model.dtype))
 
-        # The guard: the gradient has been scaled down to MAX_GRAD_NORM (its norm above is that before); if the loss or
-        # that norm is not finite, there is no update.
+        # The guard: grad_norm is the norm before the gradient was scaled down to MAX_GRAD_NORM. If it or the loss is
+        # not finite, there is no update.
         if not (math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])):
             skipped += 1
         elif totals["grad_norm"] > 0:  # without a gradient AdamW would still move by its momentum
@@ -334,8 +336,8 @@ def add_gradient(model, reference, part, normalizer, is_first_epoch):
 
 def forward(model, part, temperature):
     """Logprobs and entropies (N, T) of a part's completions, under the distribution that they were sampled from. On a
-    CPU, equal answers of a group are computed once; on CUDA, numbers of rows that vary would cost syncs and
-    compilations."""
+    CPU, equal answers of a group are computed once, as U rows for each prompt; on CUDA, a varying number of rows would
+    cost syncs and compilations."""
     if part.completions.is_cuda:
         return logprobs_of(model, part, part.completions, temperature)
     distinct, index = distinct_rows(part.completions, len(part.prompts))  # (B·U, T), (N,)
@@ -345,7 +347,8 @@ def forward(model, part, temperature):
 
 def logprobs_of(model, part, completions, temperature):
     """Logprobs and entropies of completions (B·U, T), U to each of the part's prompts."""
-    hidden = compiled_score(type(model))(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
+    score = compiled_score(type(model))
+    hidden = score(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
     return grpo.logprobs_and_entropy(hidden, completions, model.head, model.config.vocab_size, temperature)
 
 

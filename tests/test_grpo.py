@@ -268,7 +268,8 @@ def test_a_right_answer_that_is_cut_off_is_paid_less(how, toy_settings):
     assert (cut_off < ended - 0.05)[: len(right)].all()  # at each of its words
     whole = toy.advantages(answers, longest, "answer")
     assert (whole[2] < whole[0] - 0.05).all()
-    pieces, _ = grpo.credit([answer.grade.pieces for answer in answers], [answer.ends for answer in answers], longest)
+    ends = [answer.char_ends for answer in answers]
+    pieces, _ = grpo.credit([answer.grade.pieces for answer in answers], ends, longest)
     summed = grpo.advantages(pieces, 8, train.SCALE_REWARDS, train.BEST_OF).sum(1)
     torch.testing.assert_close(summed, whole[:, 0], atol=1e-6, rtol=0)
 

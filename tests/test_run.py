@@ -360,7 +360,7 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
     monkeypatch.setattr(Run, "acquire_lock", lambda run: runs.clear() or runs.append(run) or acquire(run))
     monkeypatch.setattr(train, "add_advantages", failing)
     monkeypatch.setattr(train, "SNAPSHOT_EVERY", 2)
-    run = dict(STEPS=8, MAX_CONSECUTIVE_NANS=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
+    run = dict(STEPS=8, MAX_SKIPPED_IN_A_ROW=2, SAVE_EVERY=100, LR_SCHEDULE="constant")
     rows = toy_run("whole", **run)
     assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 0, 1, 1, 0]
     assert rows[7]["lr"] == rows[4]["lr"] / 2  # it went back

@@ -264,7 +264,7 @@ def test_a_loss_that_is_not_finite_is_enough_to_skip_an_update(toy_run, monkeypa
 def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
     inject(monkeypatch.setattr, "gradient", range(1, 100))
     with pytest.raises(SystemExit, match="failed for the third time; lower LR"):
-        toy_run(STEPS=12, MAX_CONSECUTIVE_NANS=2)
+        toy_run(STEPS=12, MAX_SKIPPED_IN_A_ROW=2)
     printed = capsys.readouterr().out
     assert "LR multiplied by 0.5" in printed and "LR multiplied by 0.25" in printed
     assert printed.count("● red") == 6  # two skipped steps before each way back
@@ -276,7 +276,7 @@ def test_recovery_leads_to_the_last_good_state_and_not_to_the_start(where, steps
     monkeypatch.setattr(train, "SNAPSHOT_EVERY", 1)
     before, update = [], train.update
     monkeypatch.setattr(train, "update", lambda *a, **k: before.append(copy.deepcopy(a[0])) or update(*a, **k))
-    toy_run(STEPS=5, MAX_CONSECUTIVE_NANS=2)
+    toy_run(STEPS=5, MAX_SKIPPED_IN_A_ROW=2)
     back = before[max(steps) + 1]  # before[2] led to an update that was broken or could not be made
     assert distance(back, before[1]) == 0 < distance(back, before[0])
 

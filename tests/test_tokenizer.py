@@ -259,7 +259,7 @@ def test_an_answer_ends_with_any_of_the_end_tokens():
     for row, new, mask, answer in zip(rows, rollout.completions, rollout.completion_mask, rollout.answers):
         expected = row[: row.index(other) + 1] if other in row else row
         assert new[mask].tolist() == expected and answer.hit_limit == (expected[-1] not in (256, other))
-        assert len(answer.ends) == len(expected) - (not answer.hit_limit)
+        assert len(answer.char_ends) == len(expected) - (not answer.hit_limit)
 
 
 @pytest.mark.parametrize("made_from", ["SmolLM2 135M", "Starling"])
