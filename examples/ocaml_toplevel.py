@@ -146,7 +146,7 @@ def toplevel():
     """The process of OCaml that forks for each request, and both ends of a pipe from there to here."""
     why = no_wall()
     if why:
-        fail(f"this task runs strangers' programs, and the wall around them cannot be built here ({why}): install "
+        fail(f"this task runs untrusted programs, and the outer wall around them cannot be built ({why}): install "
              "bubblewrap, on a machine that lets users create namespaces.")  # fmt: skip
     reading, writing = os.pipe()
     process = start(SOURCE, walled=True, kept=[writing])

@@ -176,7 +176,7 @@ def no_wall():
     if not all(map(shutil.which, ("ocaml", "ocamlc"))):
         fail("OCaml, which judges the answers of this task, was not found: `apt install ocaml`.")
     if not all(map(shutil.which, ("prlimit", "setpriv"))):
-        fail("prlimit and setpriv, which set bounds to answers, were not found; this task needs Linux with util-linux.")
+        fail("prlimit and setpriv, which confine the answers, were not found; this task needs Linux with util-linux.")
     if not all(map(shutil.which, ("bwrap", "ldd"))):
         return "bubblewrap or ldd is not installed"
     if platform.machine() not in SYSTEM_CALLS:

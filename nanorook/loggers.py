@@ -79,7 +79,7 @@ def connect(where, run):
         package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
     except Exception as error:  # no account, no network: wandb's own errors
         hint = " WANDB_MODE=offline needs no account." if where == "wandb" else ""
-        fail(f"REPORT_TO={where} could not begin a record ({error}).{hint}")
+        fail(f"REPORT_TO={where} could not start logging ({error}).{hint}")
     atexit.register(package.finish)
 
     def report(step, numbers, rows=()):

@@ -27,8 +27,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     kl, far = highest(m, "kl")
     gap, apart = highest(m, "logprob_gap")
     rules = [
-        ("red", m["broken"], "an update left weights that are not finite: lower LR"),
-        ("red", m["skipped"] > 0, "a loss or gradient was not finite, so the update was skipped: lower LR"),
+        ("red", m["broken"], "an update made some weights infinite or NaN: lower LR"),
+        ("red", m["skipped"] > 0, "the loss or gradient was infinite or NaN, so the update was skipped: lower LR"),
         ("red", kl > kl_threshold, f"the policy is far from the reference in {far} answers: raise KL_COEF or lower LR"),
         ("yellow", m["grad_norm"] > 10 * max_grad_norm, "gradients are far above MAX_GRAD_NORM: lower LR"),
         ("yellow", m["clip_low"] + m["clip_high"] > 0.3, "much of the update is clipped: lower LR or EPOCHS"),
@@ -47,7 +47,7 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
              f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit on new tokens"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and read samples.jsonl"),
-            ("red", best <= 0, f"no {kind} answer earns anything: ask easier questions, or reward partial success"),
+            ("red", best <= 0, f"no {kind} answer earns anything: ask easier questions, or give partial credit"),
             ("yellow", alike > 0.5 and reward < 0.8,
              f"in most {kind} groups all answers earn the same: raise TEMPERATURE or GROUP_SIZE"),
             ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),

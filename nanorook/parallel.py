@@ -75,8 +75,8 @@ def join(backend):
         store, rank, world = next(dist.rendezvous("env://", timeout=JOIN_WITHIN))
     except dist.DistError as error:
         show_errors()
-        fail(f"the processes of this run have not all started within {JOIN_WITHIN.seconds} seconds ({error}); see "
-             "above whether one has ended, and start the run again.")  # fmt: skip
+        fail(f"the processes of this run have not all started within {JOIN_WITHIN.seconds} seconds ({error}); "
+             "check above whether one of them has ended, and start the run again.")  # fmt: skip
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 

@@ -128,8 +128,8 @@ class Run:
             fell = ["LR"] if old["LR_SCHEDULE"] != "constant" and old["STEPS"] > old["WARMUP_STEPS"] else []
             fell += ["BEST_OF"] if old["BEST_OF_SCHEDULE"] != "constant" and old["BEST_OF"] > 1 else []
             for name in fell:
-                parallel.log(f"{name}_SCHEDULE ended at step {self.step}, where the run was to end. It is now that of "
-                             f"a run of {steps} steps, in which {name} is higher at this step.")  # fmt: skip
+                parallel.log(f"{name}_SCHEDULE ended at step {self.step}, where the run was planned to end. "
+                             f"It now follows a run of {steps} steps, so {name} goes up again here.")  # fmt: skip
         return saved["model"], saved["optimizer"]
 
     def snapshot(self, model, optimizers):

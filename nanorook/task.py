@@ -192,14 +192,14 @@ def first_questions(task, items, count, rng, config):
         fail(f"the task's items have to be data that pickle can copy ({error}).")
     questions = draw_questions(task, items, count, rng, config)
     if pickle.dumps(items) != before:
-        fail("the task's make_questions changes its items, so a resumed run would ask other questions: modify a copy.")
+        fail("the task's make_questions changes its items, so a resumed run would ask different ones: modify a copy.")
     for question in questions:
         try:
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
-            fail(f"the truth of {prompt_text(question.prompt)!r:.60} must be something that fits into JSON ({error}).")
+            fail(f"the truth of {prompt_text(question.prompt)!r:.60} has to be serialisable as JSON ({error}).")
     if len(set(parallel.gather([str([question.prompt for question in questions])]))) > 1:
-        fail("the task's make_questions asked other questions in another process; do not let it draw from a set.")
+        fail("the task's make_questions asked different questions in another process; do not let it draw from a set.")
     return questions
 
 
@@ -214,8 +214,8 @@ def check_questions(task, questions):
         try:
             "".join([kind, *pieces, stop]).encode()
         except UnicodeEncodeError:
-            fail(f"the task returned {question!r:.80}: it contains half of a character (a lone surrogate), which is no "
-                 "text; remove it.")  # fmt: skip
+            fail(f"the task returned {question!r:.80}: it contains half of a character (a lone surrogate), which is "
+                 "not valid text; remove it.")  # fmt: skip
         if kind not in task.LIMITS:
             fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions

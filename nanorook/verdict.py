@@ -55,14 +55,15 @@ def verdict(out):
     if unpaid == kinds:
         state, headline = "red", f"No answer earned anything in {len(rows)} steps: {why_unpaid(rows, kinds)}."
     elif rose:
-        headline = f"Rose on {asked} held-out questions: {in_words(rose, first, last, gains, names)}."
-        headline += " That is the noise of one run: as a control, it was not paid for its answers." * control
+        headline = f"Improved on {asked} held-out questions: {in_words(rose, first, last, gains, names)}."
+        headline += " That is the noise of one run: it is a control, whose rewards carry no information." * control
     elif len(skill) == 1:
         before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
         headline = ("Held-out questions were asked only before the run; in training the reward went from "
                     f"{before:.2f} to {after:.2f}.")  # fmt: skip
     else:
-        headline = f"Nothing rose on {asked} held-out questions: {why_nothing(rows, kinds, first, settings, gains)}."
+        reason = why_nothing(rows, kinds, first, settings, gains)
+        headline = f"Nothing improved on {asked} held-out questions: {reason}."
     lines = [headline]
     if found := collapse(rows, skill, kinds):
         kind, peak, when, end = found
@@ -72,7 +73,7 @@ def verdict(out):
     if fell:
         lines.append(f"Fell: {in_words(fell, first, last, gains, names)}.")
     elif gains:
-        lines.append("Nothing fell by more than chance explains.")
+        lines.append("Nothing fell significantly.")
     if others := [name for name in changed if name not in shares]:
         lines.append(f"Also changed: {in_words(others, first, last, gains, names)}.")
     if unpaid and unpaid != kinds:
@@ -174,13 +175,13 @@ def why_nothing(rows, kinds, first, settings, gains):
     halves = sum(interval(part)[1] for part in ends)
     skipped = sum(row["skipped"] > 0 for row in rows)
     for applies, reason in (
-        (settings.get("CONTROL", "none") != "none", "the rewards said nothing about the answers, as CONTROL requests"),
+        (settings.get("CONTROL", "none") != "none", "the rewards carried no information, as CONTROL requests"),
         (skipped > len(rows) / 2, f"{skipped} of {len(rows)} updates were skipped, so lower LR"),
         (max(row.get("reward_std", 1) for row in rows) < 1e-6 and after < 0.95,
          f"every answer earned the same ({after:.3g}), so check grade for a cap"),
         (already_right(first, kinds) == kinds, "the start model's most likely answers are right already"),
         (alike > 0.8, f"in {alike:.0%} of the groups all answers earned the same, so raise TEMPERATURE or GROUP_SIZE, "
-                      "or let grade reward partial success"),
+                      "or let grade give partial credit"),
         (after - before > halves, f"the reward rose from {before:.2f} to {after:.2f} on training questions only, so "
                                   "train on more of them, or raise EVAL_POSITIONS"),
         (before - after > halves, "the reward fell in training as well, so lower LR or raise KL_COEF"),
@@ -188,7 +189,7 @@ def why_nothing(rows, kinds, first, settings, gains):
         if applies:
             return reason
     seen = "" if half == math.inf else f"a gain in reward of less than {half:.2g} would go unnoticed"
-    return f"{seen or 'too few were asked'}; raise STEPS, LR or EVAL_POSITIONS"
+    return f"{seen or 'too few questions were asked'}; raise STEPS, LR or EVAL_POSITIONS"
 
 
 def card(out, lines):

@@ -95,7 +95,7 @@ def test_a_task_without_held_out_items(text, capsys, toy_model, tmp_path):
 WRONG = {"37+58=": "'37.58=' is not the FEN", "8/8/8/8/8/8/8/8 w - - 0 1": "is not the FEN"}
 WRONG |= {f"{FEN} {move}": f"'{move}' is not a legal move in rnbq" for move in ("Nf4", "Z0")}
 WRONG |= {"8/8/8/8/8/8/8/8 w - - 0 1 Nf4": "is not the FEN"}
-WRONG |= {f"37+58= {TOY} MY_OWN=3": "MY_OWN is no setting of .*toy.py; leave it out"}
+WRONG |= {f"37+58= {TOY} MY_OWN=3": "MY_OWN is not a setting of .*toy.py; leave it out"}
 WRONG |= {f"37+58= {TOY} DTYPE=fp4": "DTYPE=fp4 is not one of auto, float32, bfloat16"}
 WRONG |= {"hello TASK=examples/letters.py": "'hello' is not five different letters"}
 WRONG |= {"7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move"}

@@ -108,7 +108,7 @@ def test_a_part_of_questions_changes_nothing(byte_model, monkeypatch):
 
 def test_an_answer_that_is_listed_twice_is_refused():
     task = SimpleNamespace(answers=lambda question: ["a", "a"], grade=None)
-    with pytest.raises(SystemExit, match="answers to '1.' have one twice"):
+    with pytest.raises(SystemExit, match="answers to '1.' contain one twice"):
         exact.listed(task, [Question("short", "1?", 1)])
 
 
@@ -234,7 +234,7 @@ def test_compare_as_a_user_starts_it(toy_settings, byte_model, tmp_path, monkeyp
     assert printed.startswith("40 held-out questions of the kind letter: ") and "pass@1024" in printed
     assert "right answer became likelier" in printed and picture.read_text().count("<circle") == 40
     monkeypatch.setattr(Letters, "answers", lambda question: ["a"])
-    with pytest.raises(SystemExit, match="lists no answers of different worth"):
+    with pytest.raises(SystemExit, match="lists no answers with unequal rewards"):
         compare.main()
 
 

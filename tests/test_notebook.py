@@ -29,7 +29,7 @@ def test_the_notebook_trains_two_models_and_draws_what_they_have_learnt(tmp_path
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
     text = "".join(output.get("text", "") for output in outputs)
-    assert text.count("● green  Rose on ") == 2 and "after 0 steps" in text and "step 11/" not in text
+    assert text.count("● green  Improved on ") == 2 and "after 0 steps" in text and "step 11/" not in text
     for run, figure in ("letters", "letters last"), ("digits", "digits right"):
         skill = json.loads((tmp_path / f"runs/first-hour-{run}/skill.json").read_text())
         assert skill["before"][f"{figure} T=0"][0] < 0.5 < 0.8 < skill["after"][f"{figure} T=0"][0], run

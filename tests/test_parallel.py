@@ -148,7 +148,7 @@ def test_machines_that_see_different_checkpoints_do_not_start(monkeypatch, toy_r
 def test_processes_that_ask_other_questions_do_not_start(monkeypatch, toy_run):
     another = lambda items: [*items, "['0?']"] if "?" in str(items) else items  # noqa: E731
     monkeypatch.setattr(parallel, "gather", another)
-    with pytest.raises(SystemExit, match="asked other questions in another process; do not let it draw from a set"):
+    with pytest.raises(SystemExit, match="asked different questions in another process; do not let it draw from a set"):
         toy_run()
 
 

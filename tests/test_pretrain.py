@@ -419,7 +419,7 @@ def test_what_cannot_be_done_is_said(run, few, tmp_path, capsys):
         (f"--data {tmp_path}/fens.txt", "no labelled position"),
         ("--tokenizer nowhere", "squares has a tokenizer of its own"),
         ("--mix moves", "argument --mix:  is not a whole number of at least 1"),
-        (f"--data {few} --mix policy=8 moves=8", "'moves' is no task of the format squares"),
+        (f"--data {few} --mix policy=8 moves=8", "'moves' is not a task of the format squares"),
         ("--lr nan", "argument --lr: nan is not a number from 0 to 1"),
         ("--heads 3", "--width 32 has to be a multiple of --heads 3"),
     ):

@@ -188,7 +188,7 @@ def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_
     toy_run(STEPS=1)
     toy_run(STEPS=2)
     assert "STEPS was 1 and is now 2" in (said := capsys.readouterr().out)
-    assert "LR_SCHEDULE ended at step 1, where the run was to end. It is now that of a run of 2 steps, in which" in said
+    assert "LR_SCHEDULE ended at step 1, where the run was planned to end. It now follows a run of 2 steps" in said
     assert "BEST_OF_SCHEDULE" not in said
     for steps in (2, 4):
         toy_run("best", STEPS=steps, BEST_OF=3, BEST_OF_SCHEDULE="linear", LR_SCHEDULE="constant")

@@ -107,7 +107,7 @@ def test_runs_with_other_settings_are_not_mixed(main, started, tmp_path):
 
 def test_a_run_that_does_not_finish_is_named(main, monkeypatch):
     monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: mock.Mock())
-    with pytest.raises(SystemExit, match="seed-0 did not finish; what it said is above and in .*seed-0.log"):
+    with pytest.raises(SystemExit, match="seed-0 did not finish; its output is above and in .*seed-0.log"):
         main()
 
 

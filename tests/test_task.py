@@ -39,7 +39,7 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "no stop": ("make_questions", asking(stop=None), "expected a Question whose kind and stop are"),
     "no whole stop_after": ("make_questions", asking(stop_after=None), "stop_after a whole number"),
     "kind": ("make_questions", asking(kind="shrot"), "LIMITS have no entry for questions of the kind 'shrot'"),
-    "truth": ("make_questions", asking(truth={1}), "truth of .* must be something that fits into JSON .*set"),
+    "truth": ("make_questions", asking(truth={1}), "truth of .* has to be serialisable as JSON .*set"),
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on and 0 held out"),
     "long prompt": ("make_questions", asking(prompt="." * 24), "24 tokens leaves no room .* 24 positions"),
     "another Grade": ("grade", lambda *args: (0.5, ()), "it returned .0.5, .... not a Grade"),

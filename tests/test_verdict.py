@@ -44,11 +44,11 @@ def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
     skills = {"before": START | tried[0], "step 20": START, "after": RISEN | tried[1]}
     first, fell, cost, then = said(skills, STEADY)
     assert first.startswith(
-        "● green  Rose on 100 held-out questions: q reward, greedy 0.20 → 0.80 (+0.60 ± 0.00), sampled 0.20 →"
+        "● green  Improved on 100 held-out questions: q reward, greedy 0.20 → 0.80 (+0.60 ± 0.00), sampled 0.20 →"
     )
     assert "; q right, greedy 50.0 → 100.0 % (+50.0 ± " in first
     assert ", pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
-    assert fell == "Nothing fell by more than chance explains."
+    assert fell == "Nothing fell significantly."
     assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 excluding evaluations."
     assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then
 
@@ -57,12 +57,12 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
     pawns = {"q pawns T=0": [2.0, 3.0] * (N // 2)}, {"q pawns T=0": [4.0, 5.0] * (N // 2)}
     before, after = START | pawns[0], RISEN | {"q reward T=0": [0.15] * N} | pawns[1]
     first, fell, others, *_ = said({"before": before, "after": after}, STEADY)
-    assert first.startswith("● yellow  Rose on") and fell.startswith(
+    assert first.startswith("● yellow  Improved on") and fell.startswith(
         "Fell: q reward, greedy 0.20 → 0.15 (-0.05 ± 0.00)."
     )
     assert others == "Also changed: q pawns, greedy 2.50 → 4.50 (+2.00 ± 0.00)."  # of no known sense
     before, after = START | {"q a_error T=0": [0.1] * N}, START | {"q a_error T=0": [0.9] * N}
-    assert said({"before": before, "after": after}, STEADY)[0].startswith("● yellow  Nothing rose")
+    assert said({"before": before, "after": after}, STEADY)[0].startswith("● yellow  Nothing improved")
 
 
 CAUSES = {  # of a run in which nothing rose
@@ -83,7 +83,7 @@ def test_where_nothing_rose_the_likely_reason_is_said(cause, said):
     first, *_, then = said(
         {"before": skill, "after": after}, [row(s, **changes) for s in range(1, 41)], CONTROL=control
     )
-    assert first.startswith("● yellow  Nothing rose on 100 held-out questions: ") and cause in first
+    assert first.startswith("● yellow  Nothing improved on 100 held-out questions: ") and cause in first
     assert "TEMPERATURE" not in first or "TEMPERATURE" in cause
 
 
@@ -142,7 +142,7 @@ def test_a_collapse_is_judged_by_what_was_seen_last(said):
 def test_held_out_questions_that_always_earned_less_are_no_collapse(said):
     rows = [row(step, min(0.9, 0.2 + 0.03 * step)) for step in range(1, 41)]
     first, *_ = said({"before": START, "after": START}, rows)
-    assert first.startswith("● yellow  Nothing rose") and "on training questions only" in first
+    assert first.startswith("● yellow  Nothing improved") and "on training questions only" in first
     first, *_ = said({"before": START, "after": START}, [row(step, 0.9 if step < 25 else 0.1) for step in range(1, 41)])
     assert first.startswith("● red  The q reward collapsed: it was 0.90 around step 10 and is 0.10 at the end.")
 
@@ -161,12 +161,12 @@ def test_a_run_that_was_stopped_says_what_is_known(said):
     first, *_, cost, _ = said(
         {"before": START, "step 20": RISEN}, STEADY[:20] + [row(step, 0.8) for step in range(21, 31)]
     )
-    assert first.startswith("● green  Rose") and cost.endswith("; held-out questions were last asked at step 20.")
+    assert first.startswith("● green  Improved") and cost.endswith("; held-out questions were last asked at step 20.")
 
 
 def test_a_control_that_rises_is_not_green(said):
     first, *_ = said({"before": START, "after": RISEN}, STEADY, CONTROL="shuffle")
-    assert first.startswith("● yellow  Rose on 100") and first.endswith("it was not paid for its answers.")
+    assert first.startswith("● yellow  Improved on 100") and first.endswith("whose rewards carry no information.")
 
 
 def test_among_many_rows_chance_is_counted_once():

@@ -280,7 +280,7 @@ def main():
         fail("the data has no labelled positions to train on, or none to hold out; label some with tools.chess_label.")
     mix, taught = dict(args.mix or ()), texts.TASKS.keys() - {"moves" if text_format in rewards.WIDTH else "judge"}
     if unknown := mix.keys() - taught:
-        fail(f"--mix: {min(unknown)!r} is no task of the format {text_format}; take {', '.join(sorted(taught))}.")
+        fail(f"--mix: {min(unknown)!r} is not a task of the format {text_format}; take {', '.join(sorted(taught))}.")
     rows_of_a_step = sum(mix.values()) or args.rows
     rare, rng = texts.rare_kinds(labelled), random.Random(0)
     chosen = rng.sample(held_out, min(args.eval_positions, len(held_out)))

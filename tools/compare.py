@@ -262,9 +262,7 @@ def main():
     start = architectures.load(a.start).to(device)
     questions = listed_questions(start.config, a.training, a.questions)
     if not questions:
-        fail(
-            f"TASK={train.TASK} lists no answers of different worth to its questions; see answers in nanorook/task.py."
-        )
+        fail(f"TASK={train.TASK} lists no answers with unequal rewards; see answers in nanorook/task.py.")
     kinds = np.array([question.question.kind for question in questions])
     before = policy(start, questions)
     after = [policy(architectures.load(name).to(device), questions) for name in models]

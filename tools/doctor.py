@@ -153,7 +153,7 @@ def weights(model):
         "weights", {"tensors": len(state), "norm": get_total_norm(state.values()).item(), "halfway": halfway},
         (untrained, f"All biases and norms are those of an untrained model: check MODEL={train.MODEL}."),
         (halfway > 0.01,
-         f"{halfway:.0%} of the weights lie halfway between two numbers of bf16, so the first update decides which way "
+         f"{halfway:.0%} of the weights lie halfway between two bf16 numbers, so the first update decides which way "
          "they are rounded, however small LR is: use DTYPE=float32, or add noise to them, as examples/start.py does."),
     )  # fmt: skip
 

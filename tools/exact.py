@@ -42,7 +42,7 @@ def listed(task, questions):
     for question in questions:
         texts = task.answers(question) if hasattr(task, "answers") else []
         if len({*texts}) < len(texts):
-            fail(f"the task's answers to {prompt_text(question.prompt)!r:.60} have one twice; list each once.")
+            fail(f"the task's answers to {prompt_text(question.prompt)!r:.60} contain one twice; list each once.")
         if texts:
             found.append(Listed(question, texts, [task.grade(question, text, False) for text in texts]))
     return found

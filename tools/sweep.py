@@ -56,7 +56,7 @@ def make(folder, arguments):
             process = subprocess.Popen(command, cwd=ROOT, stdout=log)  # run() would kill it at Ctrl-C
             follow(process, folder)
         if not finished(folder):  # whatever its verdict, which its exit code tells
-            fail(f"the run in {folder} did not finish; what it said is above and in {folder}.log.")
+            fail(f"the run in {folder} did not finish; its output is above and in {folder}.log.")
     (made_with,) = objects(folder, "settings")
     for name, text in (argument.split("=", 1) for argument in arguments):
         value = made_with.get(name)
