@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import architectures
 import grpo
-from nanorook import hardware, loggers, monitor, parallel, report, settings, sizes
+from nanorook import hardware, loggers, lora, monitor, parallel, report, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
@@ -69,6 +69,7 @@ OVERFIT                 = setting("OVERFIT", False, "ask the same questions at e
 CONTROL                 = setting("CONTROL", "none", "makes a control run, whose rewards carry no information: zero advantages, or rewards shuffled within groups, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
+LORA_RANK               = setting("LORA_RANK", 0, "train adapters of this rank beside a frozen model, at about ten times the LR, see nanorook/lora.py; 0: train all weights", low=0, high=2**12)
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
@@ -245,6 +246,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     for part in parts:
         normalizer += grpo.loss_normalizer(part.completion_mask, LOSS, limit)
     normalizer = parallel.total(normalizer)
+    weights = [p for p in model.parameters() if p.requires_grad]  # all, or with LORA_RANK those of the adapters
     epochs, skipped = [], 0
     for _ in range(EPOCHS):
         sums = empty_sums(device, has_kl=reference is not None)
@@ -252,8 +254,8 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
             for name, value in backward(model, reference, part, normalizer).items():
                 sums[name] = sums[name] + value
         totals = parallel.total(torch.stack([*sums.values()]))  # of all processes, in one call
-        parallel.sum_gradients(model.parameters())
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        parallel.sum_gradients(weights)
+        grad_norm = torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         numbers = torch.cat([totals, grad_norm[None]]).tolist()  # one GPU sync for all of them
         totals = dict(zip([*sums, "grad_norm"], numbers))
         epochs.append(totals)
@@ -267,7 +269,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad(set_to_none=True)
-    is_finite = torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+    is_finite = torch.stack([p.isfinite().all() for p in weights]).all()
 
     # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
     first, last = per_token(epochs[0]), per_token(epochs[-1])
@@ -479,10 +481,13 @@ def load_models(run, source, device, saved):
         fastest = str(hardware.fastest_dtype(device)).removeprefix("torch.")
         run.dtype = parallel.gather([fastest])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = architectures.load(source)
+    kept_as = dtype if LORA_RANK else torch.float32
+    model = lora.merged(architectures.load(source, kept_as), kept_as)
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None  # before a checkpoint is restored: it is the start model
+    if LORA_RANK:
+        lora.add(model, LORA_RANK, SEED, source)
     optimizers = make_optimizers(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -508,12 +513,16 @@ def load_questions(config):
 
 
 def make_reference(model):
-    return copy.deepcopy(model).inference_copy(model.dtype)  # without deepcopy it would share the policy's weights
+    """The start model, made before any weight has changed and before adapters are added."""
+    if not LORA_RANK:
+        model = copy.deepcopy(model)  # otherwise the reference would share the policy's weights
+    return model.inference_copy(model.dtype)  # with LORA_RANK the weights are frozen, and shared
 
 
 def make_optimizers(model):
     """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
-    return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return [torch.optim.AdamW(weights, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
 def plan_memory(model, questions):
@@ -534,7 +543,9 @@ def finish(run, model, optimizers, eval_questions, stopping):
         if lead:
             run.save(model, optimizers)
     if lead:
-        model.save(run.out / "model")
+        lora.merged(model).save(run.out / "model")
+        if LORA_RANK:
+            lora.save(model, run.out / "adapters")
         outcome = verdict(run.out)
         write(run.out / "model" / "README.md", card(run.out, outcome))
         print("\n" + in_lines(outcome), flush=True)
