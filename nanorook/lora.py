@@ -129,6 +129,8 @@ def save(model, path):
         weights[f"{name}.lora_A.weight"] = layer.adapter.A.detach()
         weights[f"{name}.lora_B.weight"] = layer.adapter.B.detach()
     weights = {PREFIX + name: p.to("cpu", copy=True) for name, p in model.to_file(weights).items()}
+    probe = torch.empty(2, 3)
+    [stored] = model.to_file({f"{next(iter(matrices(model)))}.weight": probe}).values()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -136,6 +138,7 @@ def save(model, path):
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
         "target_modules": sorted({name.rpartition(".")[2] for name in matrices(model)}),
+        "fan_in_fan_out": stored.shape != probe.shape,  # GPT-2's files have transposed matrices
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
