@@ -229,16 +229,14 @@ def kl(logprobs, ref_logprobs, mask, estimator):
 
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
-MOST_LOGITS = 2**28  # numbers; more than these are never made at once
 
-
-def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
+def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2**28):
     """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T) in fp32. `head` makes
     the logits (N, T, V) of the hidden states (N, T, C). The entropy has no gradient: it is a metric.
 
     Logits are the largest tensors of all. Their fp32 copies exist for a few rows at a time, and so do the logits
-    themselves beyond MOST_LOGITS; the backward pass computes both again."""
-    at_once = tokens.numel() * V <= MOST_LOGITS
+    themselves beyond `most_logits` numbers; the backward pass computes both again."""
+    at_once = tokens.numel() * V <= most_logits
     inputs = head(hidden) if at_once else hidden
 
     def of_rows(inputs, tokens):
@@ -249,7 +247,7 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
         return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
     if hidden.is_cuda:
-        logits_in_a_part = 2**27
+        logits_in_a_part = most_logits // 2
     elif at_once:
         logits_in_a_part = 2**22  # they fit the caches of a CPU
     else:

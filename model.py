@@ -174,6 +174,7 @@ def transposed(weights):
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
     recompute = False  # True: blocks are recomputed in the backward pass, so nothing of size rows × keys is kept
+    most_logits = 2**28  # in training; more are made in parts
     tokenizer = None  # load() sets it
     lora = None  # rank and base of its adapters, if it has any: see nanorook/lora.py
 

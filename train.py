@@ -331,7 +331,9 @@ def forward(model, part, temperature):
 def score(model, part, completions, temperature):
     """Logprobs and entropies of completions (B·U, T), whose groups share the prompts of the part."""
     hidden = compiled_score(type(model))(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
-    return grpo.logprobs_and_entropy(hidden, completions, model.head, model.config.vocab_size, temperature)
+    return grpo.logprobs_and_entropy(
+        hidden, completions, model.head, model.config.vocab_size, temperature, model.most_logits
+    )
 
 
 @functools.cache
@@ -443,6 +445,8 @@ def start():
     model, reference, optimizers = load_models(run, source, device, saved)
     items, held_out, questions = load_questions(model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))
+    if reference:
+        reference.most_logits = model.most_logits
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
     parallel.log(monitor.introduction(model, source, TASK, len(items), held_out, run.microbatch))
     parallel.log(sizes.in_words(SIZE_DEFAULTS))
@@ -481,6 +485,7 @@ def load_models(run, source, device, saved):
         fastest = str(hardware.fastest_dtype(device)).removeprefix("torch.")
         run.dtype = parallel.gather([fastest])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
+    check_memory(source, device, dtype)
     kept_as = dtype if LORA_RANK else torch.float32
     model = lora.merged(architectures.load(source, kept_as), kept_as)
     run.check_start_model(model, source)
@@ -496,6 +501,15 @@ def load_models(run, source, device, saved):
         restore(model, optimizers, *saved)
     run.good = run.good or run.snapshot(model, optimizers)
     return model, reference, optimizers
+
+
+def check_memory(source, device, dtype):
+    """Ends the run before a weight is loaded, or downloaded, if the model cannot be trained on this device."""
+    model = architectures.without_weights(source).set_compute_dtype(dtype)
+    if LORA_RANK:
+        lora.add_empty(model, lora.Lora(LORA_RANK, source))
+    rows = BATCH_POSITIONS * GROUP_SIZE // parallel.world() // len(task.LIMITS)  # kinds are sampled one after the other
+    fail_if(hardware.what_is_missing(model, device, KL_COEF > 0, GROUP_SIZE, rows, max(task.LIMITS.values())))
 
 
 def load_questions(config):
@@ -526,8 +540,10 @@ def make_optimizers(model):
 
 
 def plan_memory(model, questions):
-    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed."""
+    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed.
+    Logits are made in parts that fit."""
     lengths = [len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions]
+    model.most_logits = hardware.most_logits(model)
     must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
     model.recompute = hardware.must_recompute(model, must_fit, max(lengths))
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, max(lengths))

@@ -69,15 +69,15 @@ def matrices(model):
 
 
 def add_empty(model, lora):
-    """Adds adapters without values, which the caller fills."""
+    """Freezes the model and adds adapters without values, which the caller fills."""
+    model.requires_grad_(False)
     model.lora = lora
     for layer in matrices(model).values():
         layer.adapter = Adapter(layer, lora)
 
 
 def add(model, rank, seed, base):
-    """Freezes the model and adds adapters that change nothing yet; `seed` determines A."""
-    model.requires_grad_(False)
+    """Adds adapters that change nothing yet, and freezes all else; `seed` determines A."""
     device, generator = model.wte.weight.device, torch.Generator().manual_seed(seed)
     is_folder = Path(base).is_dir()  # whose name must hold wherever the adapters are opened
     add_empty(model, Lora(rank, str(Path(base).resolve()) if is_folder else base))
@@ -179,7 +179,6 @@ def load(model, lora, folder):
         fail(f"{folder / WEIGHTS}: damaged or not a file of weights: {type(error).__name__} {error}")
     weights = files.check_weights(folder, {name.removeprefix(PREFIX): p.float() for name, p in weights.items()})
     weights = model.from_file(weights)
-    model.requires_grad_(False)
     add_empty(model, lora)
     for name, layer in matrices(model).items():
         A, B = layer.adapter.A.data, layer.adapter.B.data
