@@ -161,7 +161,7 @@ def memory(device):
 def most_logits(model):
     """How many numbers of logits are made at once: on CUDA as many as an eighth of the free memory has room for."""
     most, device = type(model).most_logits, model.wte.weight.device
-    if device.type != "cuda":
+    if device.type == "cpu":
         return most
     free, _ = memory(device)
     return min(most, int(free / 8 / (3 * model.dtype.itemsize + 8)))
@@ -178,7 +178,7 @@ def microbatch_tokens(model, keys):
     """The most tokens of one microbatch, if a token attends to at most `keys` others. On CUDA, these are as many as fit
     into four fifths of the free memory, up to 32,768."""
     device = model.wte.weight.device
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 4096
     room = 0.8 * memory(device)[0] - 16 * count_trained(model)
     each, tokens = bytes_of_a_token(model, keys), 32768

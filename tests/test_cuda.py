@@ -180,12 +180,12 @@ def test_what_is_automatic_follows_the_device(monkeypatch, toy_settings, tmp_pat
 
 
 SIZES = {"124M": GPTConfig(), "embedded": GPTConfig(257, 384, 256, 6, 8)}
-FREE = [("124M", 22e9, 20000, 32000), ("124M", 79e9, 32768, 32768), ("embedded", 7.5e9, 32768, 32768)]
+FREE = [("124M", 10e9, 10000, 20000), ("124M", 79e9, 32768, 32768), ("embedded", 7.5e9, 32768, 32768)]
 
 
 @pytest.mark.parametrize("name, free, least, most", FREE)
 def test_microbatches_fit_the_free_memory_of_a_gpu(monkeypatch, name, free, least, most):
-    """Of 24, 80 and 8 GB, without what its libraries and the model take."""
+    """Of 12, 80 and 8 GB, without what its libraries and the model take."""
     with torch.device("meta"):
         model = GPT(SIZES[name]).set_compute_dtype(torch.bfloat16)
     with pretend_cuda.on(monkeypatch, free=free):
@@ -209,7 +209,9 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, rank, dty
     """And its logits. Counted are all tensors kept for the backward pass but the weights."""
     model = bench.random_model(KEEPING[name]).set_compute_dtype(dtype)
     if rank:
-        lora.add(model.to(dtype), rank, 0, "")
+        for p in model.parameters():
+            p.data = p.data.to(dtype) if p.ndim == 2 else p.data  # as it is loaded
+        lora.add(model, rank, 0, "")
 
     def count(B, G=8, P=60, T=40):
         prompts = torch.ones(B, P, dtype=torch.long)

@@ -1,6 +1,7 @@
 """nanorook/lora.py: adapters compute what PEFT's do, a run trains them alone, and a step needs what they need."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import architectures
 import toy
 import train
 from model import GPT
-from nanorook import lora
+from nanorook import hardware, lora
 from nanorook.run import read_tensors
 from nanorook.tokenizer import Tokenizer
 from rollout import generate
@@ -229,6 +230,63 @@ def test_another_rank_is_another_run(toy_model, tmp_path):
     assert toy.main(tmp_path / "out", LORA_RANK=2, **changes) is None
     said = toy.main(tmp_path / "out", LORA_RANK=3, **changes | dict(STEPS=2))
     assert said.startswith("error: the run in OUT_DIR was started with LORA_RANK=2")
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------
+
+BOTH = dict(model_type="qwen2", vocab_size=151936, max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1e6)
+BOTH |= dict(num_key_value_heads=2, tie_word_embeddings=True)
+SMALL = BOTH | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
+LARGE = BOTH | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12)
+
+
+@pytest.mark.parametrize("config, total, B, new", [(SMALL, 8e9, 8, 200), (LARGE, 24e9, 16, 300)], ids=["0.5B", "1.5B"])
+@pytest.mark.parametrize("rank", [0, 16])
+def test_qwen_fits_a_gpu_that_people_have(config, total, B, new, rank, tmp_path, monkeypatch, toy_settings):
+    """8 answers to each of B questions, after prompts of 100 tokens, with a reference. By the formula, with half a GB
+    for the libraries of the GPU."""
+    G, keys, total = 8, new + 100, total - 0.5e9
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = architectures.without_weights(tmp_path).set_compute_dtype(BF16)
+    if rank:
+        lora.add_empty(model, lora.Lora(rank, ""))
+    loaded = hardware.bytes_loaded(model, has_reference=True)
+    monkeypatch.setattr(hardware, "memory", lambda device: (max(1, total - loaded), total))
+    monkeypatch.setitem(toy.LIMITS, "long", new)
+    toy_settings(GROUP_SIZE=G, MICROBATCH_TOKENS=0)
+    monkeypatch.setattr(train, "prompt_ids", lambda *_: range(100))
+    tokens = train.plan_memory(model, [toy.Question("long", "", None)])
+    fits = loaded + hardware.bytes_in_training(model, max(tokens, G * new + 100), keys) <= total
+    fits &= loaded + hardware.bytes_in_sampling(model, B * G, keys) <= total
+    assert fits == (rank > 0) == (tokens > G * new + 100)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(toy_model, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))  # there are no weights
+    monkeypatch.setattr(hardware, "memory", lambda device: (8e9, 8e9))
+    changes = dict(MODEL=tmp_path, DTYPE="bfloat16", STEPS=1)
+    said = toy.main(tmp_path / "out", **changes)
+    assert re.match(r"error: .*this model needs at least 3\d\.\d GB of memory, but cpu has 8\.0, so 2\d\.\d GB are missing: "
+                    r"set LORA_RANK=16, with which 3\.\d GB are enough\.$", said), said  # fmt: skip
+    monkeypatch.setattr(hardware, "memory", lambda device: (2e9, 2e9))
+    said = toy.main(tmp_path / "out", LORA_RANK=16, **changes)
+    assert said.endswith("GB are missing: take a smaller model, or lower BATCH_POSITIONS, GROUP_SIZE or the most new "
+                         "tokens of the task.")  # fmt: skip
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    monkeypatch.setattr(hardware, "memory", lambda device: (8e9, 8e9))
+    assert "model.safetensors" in toy.main(tmp_path / "out", LORA_RANK=16, **changes)  # it fits, so it would be loaded
+
+
+def test_logits_are_made_in_parts_that_fit(folder, toy_settings, monkeypatch):
+    model = adapted(folder)
+    rollout = generate(model, [[7] * n for n in (2, 9, 5)], 4, [12] * 3, noise=torch.rand(12, 12))
+    made, head = [], type(model).head
+    monkeypatch.setattr(type(model), "head", lambda model, x: made.append(len(x)) or head(model, x))
+    whole, _ = train.forward(model, rollout, 1.0)
+    model.most_logits = 12 * 300
+    parts, _ = train.forward(model, rollout, 1.0)
+    assert made[0] == 12 and len(made) > 1
+    torch.testing.assert_close(whole, parts, atol=1e-5, rtol=1e-5)
 
 
 # ---- A folder of adapters ----------------------------------------------------------------------------------

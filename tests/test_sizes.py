@@ -83,7 +83,7 @@ def test_the_size_is_known_without_the_weights_and_help_needs_no_network(words, 
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
     found = settings_of("MODEL=jrahn/RookWorld-LM-124M", *words)
-    assert (asked, found["LR"]) == (([], 2e-4) if words else ([["config.json"]], 1e-5))
+    assert (asked, found["LR"]) == (([], 2e-4) if words else ([["config.json", "adapter_config.json"]], 1e-5))
 
 
 def test_a_run_tells_in_one_line_what_was_chosen_and_a_resumed_one_keeps_it(tmp_path, toy_model, monkeypatch, capsys):
