@@ -239,8 +239,6 @@ def kl(logprobs, ref_logprobs, mask, estimator):
 
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
-MOST_LOGITS = 2**28  # numbers that are held in memory at once
-
 
 def logprobs_of_logits(logits, tokens, temperature):
     """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T), from logits (N, T, V).
@@ -251,12 +249,12 @@ def logprobs_of_logits(logits, tokens, temperature):
     return logp.gather(-1, tokens[..., None])[..., 0], entropy
 
 
-def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
+def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2**28):
     """The same from hidden states (N, T, C), of which `head` makes the logits.
 
     Logits are the largest tensors of all. Their fp32 copies exist for a few rows at a time, and so do the logits
-    themselves beyond MOST_LOGITS; the backward pass computes both again."""
-    at_once = tokens.numel() * V <= MOST_LOGITS
+    themselves beyond `most_logits` numbers; the backward pass computes both again."""
+    at_once = tokens.numel() * V <= most_logits
     inputs = head(hidden) if at_once else hidden
 
     def of_rows(inputs, tokens):
@@ -264,12 +262,12 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0):
         return logprobs_of_logits(logits, tokens, temperature)
 
     if hidden.is_cuda:
-        most_logits = 2**27
+        logits_in_a_part = most_logits // 2
     elif at_once:
-        most_logits = 2**22  # they fit the caches of a CPU
+        logits_in_a_part = 2**22  # they fit the caches of a CPU
     else:
-        most_logits = 2**25  # more, as each part adds to the head's gradient
-    rows = max(1, most_logits // max(1, tokens.shape[1] * V))
+        logits_in_a_part = 2**25  # more, as each part adds to the head's gradient
+    rows = max(1, logits_in_a_part // max(1, tokens.shape[1] * V))
     logprobs, entropies = [], []
     for some_inputs, some_tokens in zip(inputs.split(rows), tokens.split(rows)):
         logp, entropy = checkpoint(of_rows, some_inputs, some_tokens, use_reentrant=False, preserve_rng_state=False)

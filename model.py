@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanorook import folder as files
+from nanorook import lora
 from nanorook.settings import fail
 from nanorook.tokenizer import Tokenizer
 
@@ -66,13 +67,27 @@ class Linear(nn.Linear):
 
     dtype = torch.float32
 
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.adapter = None  # what LoRA adds to the product, see nanorook/lora.py
+
     def reset_parameters(self):
         pass  # GPT initialises all weights
 
     def forward(self, x):
+        x = x.to(self.dtype)
         weight = self.weight.to(self.dtype)
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return F.linear(x.to(self.dtype), weight, bias)
+        y = F.linear(x, weight, bias)
+        return y if self.adapter is None else y + self.adapter(x)
+
+
+class Embedding(nn.Embedding):
+    """The residual stream is at least fp32, even where frozen weights are bf16."""
+
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Attention(nn.Module):
@@ -162,14 +177,16 @@ def transposed(weights):
 class GPT(nn.Module):
     dtype = torch.float32  # of the matrix products, see set_compute_dtype()
     recompute = False  # True: blocks are recomputed in the backward pass, so nothing of size rows × keys is kept
+    most_logits = 2**28  # in training; more are made in parts
     tokenizer = None  # load() sets it
+    lora = None  # rank and base of its adapters, if it has any: see nanorook/lora.py
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         V, C = config.vocab_size, config.n_embd
-        self.wte = nn.Embedding(V, C, _weight=torch.empty(V, C))
-        self.wpe = nn.Embedding(config.n_positions, C, _weight=torch.empty(config.n_positions, C))
+        self.wte = Embedding(V, C, _weight=torch.empty(V, C))
+        self.wpe = Embedding(config.n_positions, C, _weight=torch.empty(config.n_positions, C))
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
         self.register_buffer("unembedding", None, persistent=False)  # inference copies only, see head()
@@ -283,6 +300,8 @@ class GPT(nn.Module):
         all of them."""
         with torch.device("meta"):
             twin = type(self)(self.config)
+            if self.lora:
+                lora.add_empty(twin, self.lora)
         twin.load_state_dict(self.state_dict(), assign=True)
         for layer in twin.modules():
             if isinstance(layer, Linear):
@@ -294,8 +313,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def sync_from(self, model):
         """Copies the weights of `model`, which have changed since this copy was made."""
-        self.load_state_dict(model.state_dict())
-        self.unembedding.copy_(model.head_weight)
+        lora.load_trained(self, lora.trained(model))
+        if not self.lora:  # which leaves the head as it is
+            self.unembedding.copy_(model.head_weight)
 
     # config.json and the names of tensors, in and out; a subclass with another folder format overrides these four.
 
@@ -348,15 +368,15 @@ class GPT(nn.Module):
         return {f"transformer.{name}": p for name, p in transposed(weights).items()}
 
     @classmethod
-    def load(cls, source):
+    def load(cls, source, dtype=torch.float32):
         """The model in a Hugging Face folder or on the hub whose architecture is this class, see architectures.load.
-        Every tensor is accounted for, none stays random."""
+        Every tensor is accounted for, none stays random. `dtype` is that of matrices; norms and biases are fp32."""
         folder = files.fetch(source)
         config = cls.read_config(folder)
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
         weights = files.check_weights(folder, model.from_file(files.read_weights(folder)))
-        found = {name: tensor.float().contiguous() for name, tensor in weights.items()}
+        found = {name: p.to(dtype if p.ndim == 2 else torch.float32).contiguous() for name, p in weights.items()}
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
             fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them.")

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import architectures
 import grpo
-from nanorook import hardware, loggers, monitor, parallel, report, settings, sizes
+from nanorook import hardware, loggers, lora, monitor, parallel, report, settings, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
@@ -76,6 +76,7 @@ OVERFIT                 = setting("OVERFIT", False, "ask the same questions at e
 CONTROL                 = setting("CONTROL", "none", "zero or shuffle make a control run, whose rewards carry no information: advantages are zero, or rewards are shuffled within groups, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
+LORA_RANK               = setting("LORA_RANK", 0, "train adapters of this rank beside a frozen model, at about ten times the LR, see nanorook/lora.py; 0: train all weights", low=0, high=2**12)
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero linearly or along a cosine", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
@@ -259,6 +260,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     for part in parts:
         normalizer += grpo.loss_normalizer(part.completion_mask, LOSS, limit)
     normalizer = parallel.total(normalizer)
+    weights = [p for p in model.parameters() if p.requires_grad]  # all, or with LORA_RANK those of the adapters
     epochs, skipped = [], 0
     for epoch in range(EPOCHS):
         sums = empty_sums(device, has_kl=reference is not None)
@@ -267,8 +269,8 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
             for name, value in part_sums.items():
                 sums[name] = sums[name] + value
         summed = parallel.total(torch.stack([*sums.values()]))  # over all processes, in one call
-        parallel.sum_gradients(model.parameters())
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        parallel.sum_gradients(weights)
+        grad_norm = torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         numbers = torch.cat([summed, grad_norm[None]]).tolist()  # one GPU sync for all of them
         totals = dict(zip([*sums, "grad_norm"], numbers))
         epochs.append(totals)
@@ -283,7 +285,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad(set_to_none=True)
-    is_finite = torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+    is_finite = torch.stack([p.isfinite().all() for p in weights]).all()
 
     # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
     first, last = per_token(epochs[0]), per_token(epochs[-1])
@@ -349,7 +351,8 @@ def logprobs_of(model, part, completions, temperature):
     """Logprobs and entropies of completions (B·U, T), U to each of the part's prompts."""
     score = compiled_score(type(model))
     hidden = score(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
-    return grpo.logprobs_and_entropy(hidden, completions, model.head, model.config.vocab_size, temperature)
+    V, most_logits = model.config.vocab_size, model.most_logits
+    return grpo.logprobs_and_entropy(hidden, completions, model.head, V, temperature, most_logits)
 
 
 @functools.cache
@@ -461,6 +464,8 @@ def start():
     model, reference, optimizers = load_models(run, source, device, saved)
     items, held_out, questions = load_questions(model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))
+    if reference:
+        reference.most_logits = model.most_logits
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
     parallel.log(monitor.introduction(model, source, TASK, len(items), held_out, run.microbatch))
     parallel.log(sizes.in_words(SIZE_DEFAULTS))
@@ -499,10 +504,14 @@ def load_models(run, source, device, saved):
         fastest = str(hardware.fastest_dtype(device)).removeprefix("torch.")
         run.dtype = parallel.gather([fastest])[0]
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
-    model = architectures.load(source)
+    check_memory(source, device, dtype)
+    kept_as = dtype if LORA_RANK else torch.float32
+    model = lora.merged(architectures.load(source, kept_as), kept_as)
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None  # before a checkpoint is restored: it is the start model
+    if LORA_RANK:
+        lora.add(model, LORA_RANK, SEED, source)
     optimizers = make_optimizers(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -511,6 +520,15 @@ def load_models(run, source, device, saved):
         restore(model, optimizers, *saved)
     run.good = run.good or run.snapshot(model, optimizers)
     return model, reference, optimizers
+
+
+def check_memory(source, device, dtype):
+    """Ends the run before a weight is loaded, or downloaded, if the model cannot be trained on this device."""
+    model = architectures.without_weights(source).set_compute_dtype(dtype)
+    if LORA_RANK:
+        lora.add_empty(model, lora.Lora(LORA_RANK, source))
+    rows = BATCH_POSITIONS * GROUP_SIZE // parallel.world() // len(task.LIMITS)  # kinds are sampled one after the other
+    fail_if(hardware.what_is_missing(model, device, KL_COEF > 0, GROUP_SIZE, rows, max(task.LIMITS.values())))
 
 
 def load_questions(config):
@@ -528,17 +546,23 @@ def load_questions(config):
 
 
 def make_reference(model):
-    return copy.deepcopy(model).inference_copy(model.dtype)  # without deepcopy it would share the policy's weights
+    """The start model, made before any weight has changed and before adapters are added."""
+    if not LORA_RANK:
+        model = copy.deepcopy(model)  # otherwise the reference would share the policy's weights
+    return model.inference_copy(model.dtype)  # with LORA_RANK the weights are frozen, and shared
 
 
 def make_optimizers(model):
     """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
-    return [torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return [torch.optim.AdamW(weights, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
 def plan_memory(model, questions):
-    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed."""
+    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed.
+    Logits are made in parts that fit."""
     lengths = [len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions]
+    model.most_logits = hardware.most_logits(model)
     must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
     model.recompute = hardware.must_recompute(model, must_fit, max(lengths))
     return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, max(lengths))
@@ -554,7 +578,9 @@ def finish(run, model, optimizers, eval_questions, stop_signals):
         if lead:
             run.save(model, optimizers)
     if lead:
-        model.save(run.out / "model")
+        lora.merged(model).save(run.out / "model")
+        if LORA_RANK:
+            lora.save(model, run.out / "adapters")
         outcome = verdict(run.out)
         write(run.out / "model" / "README.md", card(run.out, outcome))
         print("\n" + in_lines(outcome), flush=True)

@@ -7,6 +7,7 @@ import torch
 
 from architectures.llama import Llama
 from model import GPT
+from nanorook import lora
 from nanorook.folder import fetch, read_json
 from nanorook.settings import fail
 
@@ -27,16 +28,26 @@ def class_of(folder):
     return CLASSES[name]
 
 
-def load(source):
-    """The model in a Hugging Face folder or on the hub."""
+def load(source, dtype=torch.float32):
+    """The model in a Hugging Face folder or on the hub, with matrices in `dtype`. A folder of LoRA adapters gives the
+    model that it names, with these adapters."""
     folder = fetch(source)
-    return class_of(folder).load(folder)
+    adapters = lora.read_config(folder)
+    if adapters:
+        return lora.load(load(adapters.base, dtype), adapters, folder)
+    return class_of(folder).load(folder, dtype)
+
+
+def without_weights(source):
+    """A model that takes no memory, on the meta device, from its config.json alone: no weights are downloaded."""
+    folder = fetch(source, ["config.json", lora.CONFIG])
+    adapters = lora.read_config(folder)
+    if adapters:
+        return without_weights(adapters.base)
+    kind = class_of(folder)
+    with torch.device("meta"):
+        return kind(kind.read_config(folder))
 
 
 def count_parameters(source):
-    """The number of parameters of a model, from its config.json alone: no weights are read or downloaded."""
-    folder = fetch(source, ["config.json"])
-    kind = class_of(folder)
-    with torch.device("meta"):  # no memory
-        model = kind(kind.read_config(folder))
-    return sum(p.numel() for p in model.parameters())
+    return sum(p.numel() for p in without_weights(source).parameters())

@@ -19,7 +19,7 @@ from nanorook.tokenizer import TOKENIZER_FILES
 SIZE, LAYERS, HEADS, SMALL = (int, 1, 2**24), (int, 1, 2**10), (int, 1, 2**12), (float, 0, 1)
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-WANTED = "config.json", "model*.safetensors*", *TOKENIZER_FILES  # what is downloaded from the hub
+WANTED = "config.json", "model*.safetensors*", "adapter_*", *TOKENIZER_FILES  # what is downloaded from the hub
 
 
 def fetch(source, wanted=WANTED):

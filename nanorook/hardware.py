@@ -1,5 +1,6 @@
 """What a model runs on: the device, the processes, the dtype of its matrix products, whether it is compiled."""
 
+import copy
 import os
 import shutil
 import sysconfig
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import torch
 
+from nanorook import lora
 from nanorook.settings import fail
+
+LORA_RANK = 16  # that is proposed for a model which does not fit
 
 
 def choose_device(name="auto"):
@@ -61,15 +65,23 @@ def fastest_dtype(device):
 
 # Memory in training. What a block keeps of a token for the backward pass is counted on a few tokens, as it depends on
 # the architecture; attention also keeps its inputs, and a number for each head and key. For GPT-2 124M in bf16 this
-# gives 461, 479 and 491 kB a token, logits included, for 40, 100 and 144 tokens after prompts of 60, where a forward
-# pass on a CPU kept 449, 483 and 493. In the backward pass the logits have two gradients at once. Their fp32 copies
-# are at most four of 2**28 numbers, see grpo.logprobs_and_entropy. A parameter needs its gradient, AdamW's moments,
-# and one copy each for products and for sampling.
+# gives, with the logits, 461, 479 and 491 kB a token for 40, 100 and 144 tokens after prompts of 60, where a forward
+# pass on a CPU kept 449, 483 and 493. In the backward pass the logits have two gradients at once, and a part of them
+# has at most four copies in fp32, see grpo.logprobs_and_entropy. A weight in training needs its gradient, AdamW's
+# moments, and one copy each for products and for sampling; what LoRA freezes is kept once for all.
+
+
+def a_block(model):
+    """The first block; for a model without weights, one with arbitrary numbers on the CPU."""
+    block = model.h[0]
+    return copy.deepcopy(block).to_empty(device="cpu") if model.wte.weight.is_meta else block
 
 
 def kept_by_a_block(model, tokens):
     """The bytes that a block keeps for this many tokens and for its weights; attention adds only its inputs."""
-    sizes, x = {}, torch.zeros(1, tokens, model.config.n_embd, device=model.wte.weight.device, requires_grad=True)
+    block = a_block(model)
+    device = next(block.parameters()).device
+    sizes, x = {}, torch.zeros(1, tokens, model.config.n_embd, device=device, requires_grad=True)
 
     def keep(x):
         x = x.detach()  # a graph that holds its own output would never be freed, nor would the weights
@@ -84,38 +96,119 @@ def kept_by_a_block(model, tokens):
         return copies[0]
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model.h[0](x, 0, attend)
+        block(x, 0, attend)
     return sum(size for _, size in sizes.values())
 
 
 def bytes_of_a_token(model, keys):
+    """What the blocks keep of a token that attends to `keys` others."""
     c, width = model.config, model.dtype.itemsize
     more, fewer = kept_by_a_block(model, 96), kept_by_a_block(model, 32)
     block = (more - fewer) / 64 + width * c.n_head * keys
-    blocks = block + 4 * c.n_layer * c.n_embd if model.recompute else c.n_layer * block  # one, and the inputs of all
-    return blocks + 3 * width * c.vocab_size
+    return block + 4 * c.n_layer * c.n_embd if model.recompute else c.n_layer * block  # one, and the inputs of all
+
+
+def bytes_of_logits(model, tokens, keys):
+    """What the logits of a microbatch take, if an answer has at most `keys` tokens: a part has at least one row."""
+    V = model.config.vocab_size
+    logits = min(tokens * V, max(model.most_logits, keys * V))
+    part = min(tokens * V, max(model.most_logits // 2, keys * V))
+    return 3 * model.dtype.itemsize * logits + 4 * 4 * part
+
+
+def count_trained(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def bytes_in_training(model, tokens, keys):
+    """What an update takes beside the loaded model, in microbatches of `tokens`."""
+    return 16 * count_trained(model) + tokens * bytes_of_a_token(model, keys) + bytes_of_logits(model, tokens, keys)
+
+
+def bytes_in_sampling(model, rows, keys):
+    """What sampling takes beside the loaded model and AdamW's moments: the cache, and the logits of one token."""
+    sizes = []
+
+    def attend(layer, q, k, v):
+        sizes.append(k.numel() + v.numel())
+        return q
+
+    block, c = a_block(model), model.config
+    with torch.no_grad():
+        block(torch.zeros(1, 1, c.n_embd, device=next(block.parameters()).device), 0, attend)
+    cache = rows * keys * c.n_layer * sizes[0] * model.dtype.itemsize
+    return 12 * count_trained(model) + cache + 4 * 4 * rows * c.vocab_size
+
+
+def bytes_loaded(model, has_reference):
+    """What the weights take: of the policy, and of a reference that does not share them."""
+    width, count = model.dtype.itemsize, sum(p.numel() for p in model.parameters())
+    if model.lora:
+        adapters = count_trained(model)
+        return width * (count - adapters) + 4 * adapters
+    embedding = model.wte.weight.numel()  # of which the reference has one copy to read and one for its head
+    return 4 * count + has_reference * (width * count + 4 * embedding * (width < 4))
+
+
+def memory(device):
+    """(free bytes, all bytes) of a GPU; on a CPU, where others may end, both are all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return physical, physical
+
+
+def most_logits(model):
+    """How many numbers of logits are made at once: on CUDA as many as an eighth of the free memory has room for."""
+    most, device = type(model).most_logits, model.wte.weight.device
+    if device.type == "cpu":
+        return most
+    free, _ = memory(device)
+    return min(most, int(free / 8 / (3 * model.dtype.itemsize + 8)))
 
 
 def must_recompute(model, tokens, keys):
     """Whether the backward pass has to recompute blocks, which takes a third longer: it has to if what is kept for
     `tokens`, each of which attends to `keys` others, exceeds a third of the memory."""
-    device = model.wte.weight.device
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return tokens * bytes_of_a_token(model, keys) > memory / 3
+    _, everything = memory(model.wte.weight.device)
+    return tokens * bytes_of_a_token(model, keys) > everything / 3
 
 
 def microbatch_tokens(model, keys):
     """The most tokens of one microbatch, if a token attends to at most `keys` others. On CUDA, these are as many as fit
     into four fifths of the free memory, up to 32,768."""
-    weight, parameters = model.wte.weight, sum(p.numel() for p in model.parameters())
-    if not weight.is_cuda:
+    device = model.wte.weight.device
+    if device.type == "cpu":
         return 4096
-    free, _ = torch.cuda.mem_get_info(weight.device)
-    room = 0.8 * free - 16 * parameters - 4 * 4 * 2**28
-    return max(1, min(32768, int(room / bytes_of_a_token(model, keys))))
+    room = 0.8 * memory(device)[0] - 16 * count_trained(model)
+    each, tokens = bytes_of_a_token(model, keys), 32768
+    while tokens > 1 and tokens * each + bytes_of_logits(model, tokens, keys) > room:
+        tokens = int(tokens * 0.99)
+    return tokens
+
+
+def least_memory(model, has_reference, group, rows, new_tokens):
+    """The bytes without which a model, which need not be loaded yet, cannot be trained: room for an update from one
+    group of answers with `new_tokens` each, and for sampling `rows` of them. Prompts are not known yet."""
+    model.recompute, model.most_logits = True, 0
+    training = bytes_in_training(model, group * new_tokens, new_tokens)
+    return bytes_loaded(model, has_reference) + max(training, bytes_in_sampling(model, rows, new_tokens))
+
+
+def what_is_missing(model, device, *needs):
+    """A sentence if a model, which is not loaded yet, cannot be trained on this device, otherwise empty; `needs` as in
+    least_memory()."""
+    needed, (free, _) = least_memory(model, *needs), memory(device)
+    if needed <= free:
+        return ""
+    remedy = "take a smaller model, or lower BATCH_POSITIONS, GROUP_SIZE or the most new tokens of the task."
+    if not model.lora:
+        lora.add_empty(model, lora.Lora(LORA_RANK, ""))
+        with_adapters = least_memory(model, *needs)
+        if with_adapters <= free:
+            remedy = f"set LORA_RANK={LORA_RANK}, with which {with_adapters / 1e9:.1f} GB are enough."
+    return (f"this model needs at least {needed / 1e9:.1f} GB of memory, but {device} has {free / 1e9:.1f}, so "
+            f"{(needed - free) / 1e9:.1f} GB are missing: {remedy}")  # fmt: skip
 
 
 def compiles(wanted, device):

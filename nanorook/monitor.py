@@ -223,6 +223,9 @@ def introduction(model, source, task, items, held_out, microbatch):
     """What a run trains, on what and where; `items` and `held_out` are counts."""
     parameters, dtype = sum(p.numel() for p in model.parameters()), str(model.dtype).removeprefix("torch.")
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
+    if model.lora:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        ends += f"\nLoRA of rank {model.lora.rank}: {trained / 1e6:.1f}M of them are trained, the others are frozen"
     again = ", blocks recomputed in the backward pass" * model.recompute
     steps, warmup = values()["STEPS"], values()["WARMUP_STEPS"]
     early = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."

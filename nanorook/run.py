@@ -1,7 +1,8 @@
 """The state of a run: how it begins, is resumed, goes back, is saved and ends.
 
-OUT_DIR/step-000040/ is a Hugging Face folder with trainer.pt, which has everything that one step leaves to the next. It
-appears whole or not at all; the two newest are kept, and the one with the best evaluation.
+OUT_DIR/step-000040/ is a Hugging Face folder (with LORA_RANK, one of adapters) with trainer.pt, which has everything
+that one step leaves to the next. It appears whole or not at all; the two newest are kept, and the one with the best
+evaluation.
 """
 
 import copy
@@ -20,15 +21,15 @@ from zipfile import ZipFile
 
 import torch
 
-from nanorook import parallel, settings
+from nanorook import lora, parallel, settings
 from nanorook.settings import fail
 from nanorook.task import raised_by
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run makes in OUT_DIR
-MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json model wandb tensorboard".split()
+MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json model adapters wandb tensorboard".split()
 MADE += ["report.html", "report-beside-*.html"]
-MADE += [STEP, ".unfinished", ".model-*", *(f".{name}" for name in MADE)]
+MADE += [STEP, ".unfinished", ".model-*", ".adapters-*", *(f".{name}" for name in MADE)]
 MARK = b'{"program": "nanorook"'  # how run.json begins, which a run writes first, and which FRESH=1 deletes last
 
 
@@ -79,6 +80,8 @@ class Run:
         """The model that the run began with is the reference of its KL; its folder may have changed since."""
         sha = hashlib.sha256()
         for tensor in model.state_dict().values():
+            if settings.values()["LORA_RANK"]:  # in bf16, whatever DTYPE is today
+                tensor = tensor.to(torch.bfloat16).view(torch.int16)
             sha.update(tensor.numpy())
         if self.start_hash not in ("", sha.hexdigest()):
             fail(f"the weights in {source} are not those that the run in {self.out} began with; put them back, name "
@@ -134,7 +137,7 @@ class Run:
 
     def snapshot(self, model, optimizers):
         """Everything that go_back() restores, in host memory."""
-        return to_host({"weights": model.state_dict(), "moments": [o.state_dict()["state"] for o in optimizers]})
+        return to_host({"weights": lora.trained(model), "moments": [o.state_dict()["state"] for o in optimizers]})
 
     def go_back(self, model, optimizers, lr_factor):
         """Restores the last good state. The learning rate is lowered, as the run would fail again with the same one."""
@@ -151,9 +154,12 @@ class Run:
         folder = self.out / f"step-{self.step:06d}"
         unfinished = self.out / ".unfinished" / folder.name
         trainer = {name: getattr(self, name) for name in self.kept} | {"settings": settings.values()}
-        trainer |= {"model": model.state_dict(), "optimizer": [o.state_dict()["state"] for o in optimizers]}
+        trainer |= {"model": lora.trained(model), "optimizer": [o.state_dict()["state"] for o in optimizers]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
-        model.save(unfinished)
+        if model.lora:
+            lora.save(model, unfinished)
+        else:
+            model.save(unfinished)
         write_tensors(unfinished / "trainer.pt", trainer)
         for path in [*unfinished.iterdir(), unfinished]:
             handle = os.open(path, os.O_RDONLY)
@@ -216,7 +222,7 @@ def restore(model, optimizers, weights, moments):
     if len(moments) != len(optimizers):
         fail(f"this run was started with {len(moments)} optimizer(s), but make_optimizers returns {len(optimizers)}; "
              "start over with FRESH=1.")  # fmt: skip
-    model.load_state_dict(weights)
+    lora.load_trained(model, weights)
     for optimizer, state in zip(optimizers, moments):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -27,6 +27,7 @@ RUNS = {
     "shuffled": dict(STEPS=2, CONTROL="shuffle", BEST_OF=2),
     "little signal": dict(STEPS=4, KL_COEF=0.0, EPOCHS=2),
     "uneven": dict(BATCH_POSITIONS=5, EVAL_POSITIONS=5),
+    "adapters": dict(STEPS=2, LORA_RANK=4, EPOCHS=2),
     "one question": dict(STEPS=1, BATCH_POSITIONS=1, EVAL_POSITIONS=1),  # which the other processes do not have
 }
 

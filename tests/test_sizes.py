@@ -83,7 +83,7 @@ def test_the_size_is_known_without_the_weights_and_help_needs_no_network(words, 
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
     found = settings_of("MODEL=jrahn/RookWorld-LM-124M", *words)
-    assert (asked, found["LR"]) == (([], 2e-4) if words else ([["config.json"]], 1e-5))
+    assert (asked, found["LR"]) == (([], 2e-4) if words else ([["config.json", "adapter_config.json"]], 1e-5))
 
 
 def test_a_run_tells_in_one_line_what_was_chosen_and_a_resumed_one_keeps_it(tmp_path, toy_model, monkeypatch, capsys):
@@ -117,8 +117,7 @@ def test_a_step_of_124_million_parameters_takes_less_than_22_of_24_gb(task, toy_
     """By the formula of hardware.py, for the largest microbatch, with reference, optimizer and the sampler's copy."""
     with torch.device("meta"):
         model = GPT(GPTConfig()).set_compute_dtype(torch.bfloat16)
-    parameters, embedding = sum(p.numel() for p in model.parameters()), model.wte.weight.numel()
-    loaded = 4 * parameters + 2 * parameters + 4 * embedding  # the policy, and its reference: see docs/models.md
+    loaded = hardware.bytes_loaded(model, has_reference=True)
     toy.set_all(monkeypatch, sizes.TABLE[50e6] | {"MICROBATCH_TOKENS": 0}, task)
     prompt = rewards.policy_prompt("r1bqkb1r/pppp1ppp/2n2n2/4p2Q/2B1P3/8/PPPP1PPP/RNB1K1NR w KQkq - 4 4", "rookworld")
     with pretend_cuda.on(monkeypatch, free=24e9 - loaded):
@@ -127,6 +126,6 @@ def test_a_step_of_124_million_parameters_takes_less_than_22_of_24_gb(task, toy_
         kind = max(task.LIMITS, key=task.LIMITS.get)
         tokens, keys = train.plan_memory(model, [toy.Question(kind, prompt, None)]), len(model.tokenizer.encode(prompt))
         keys += task.LIMITS[kind]
-        used = 16 * parameters + 16 * 2**28 + tokens * hardware.bytes_of_a_token(model, keys)
+        used = hardware.bytes_in_training(model, tokens, keys)
     assert not model.recompute and tokens > train.GROUP_SIZE * (keys + task.LIMITS[kind])
     assert loaded + used < 22e9

@@ -404,6 +404,7 @@ def test_every_setting_is_known_to_do_something():
     """A new setting joins CHANGES, or this list with the test that sees its effect."""
     elsewhere = {
         "TASK", "MODEL", "NPROC", "COMPILE", "DEVICE",
+        "LORA_RANK",  # in test_lora.py
         "MICROBATCH_TOKENS",  # test_a_resumed_run_keeps_its_microbatches
         "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MIX_FIRST_RATIO", "MATES_KL",
         "OUT_DIR", "FRESH",  # in test_train.py
