@@ -246,7 +246,7 @@ def test_counting_what_is_kept_keeps_no_weights():
 
 def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
     cuts, update = [], train.update
-    monkeypatch.setattr(train, "update", lambda *args, **check: cuts.append(args[-1]) or update(*args, **check))
+    monkeypatch.setattr(train, "update", lambda *args, **more: cuts.append(more["most_tokens"]) or update(*args, **more))
     for steps, most in ((1, 77), (2, 99)):
         monkeypatch.setattr(hardware, "microbatch_tokens", lambda *_, most=most: most)
         toy_run(STEPS=steps)
