@@ -246,7 +246,12 @@ def test_counting_what_is_kept_keeps_no_weights():
 
 def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
     cuts, update = [], train.update
-    monkeypatch.setattr(train, "update", lambda *args, **more: cuts.append(more["most_tokens"]) or update(*args, **more))
+
+    def counted(*args, most_tokens, **more):
+        cuts.append(most_tokens)
+        return update(*args, most_tokens, **more)
+
+    monkeypatch.setattr(train, "update", counted)
     for steps, most in ((1, 77), (2, 99)):
         monkeypatch.setattr(hardware, "microbatch_tokens", lambda *_, most=most: most)
         toy_run(STEPS=steps)
