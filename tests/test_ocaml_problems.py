@@ -239,13 +239,22 @@ def test_a_model_with_a_chat_template_is_asked_in_a_chat_and_another_one_is_not(
     assert json.loads(json.dumps(question.truth)) and Problem(*question.truth) == squares
 
 
+def contention():
+    """How much longer than its own time a program takes at the moment, because others want the cores."""
+    start, own = time.monotonic(), time.process_time()
+    while time.process_time() - own < 0.2:
+        pass
+    return (time.monotonic() - start) / 0.2
+
+
 @pytest.mark.slow
 def test_two_hundred_and_fifty_six_different_answers_take_seconds(problems):
     judge.cache_clear()
     answers = [(p, f"{ROWS[p.id]['solution']}\n(* {i} *)") for i in range(9) for p in problems.values()][:256]
-    start = time.monotonic()
+    before, start = contention(), time.monotonic()
     assert all(earned(problem, text) == 1 for problem, text in answers)
-    assert time.monotonic() - start < 10
+    seconds = time.monotonic() - start
+    assert seconds < 10 * max(1, before, contention())
     start = time.monotonic()
     assert all(earned(problem, text) == 1 for problem, text in answers)
     assert time.monotonic() - start < 1  # equal answers are judged once
