@@ -54,7 +54,7 @@ def squares():
     return [file + rank for file in "abcdefgh" for rank in "12345678"]
 
 
-@pytest.mark.parametrize("text_format", ["expanded", "squares", "rookworld"])
+@pytest.mark.parametrize("text_format", ["expanded", "squares", pytest.param("rookworld", marks=pytest.mark.slow)])
 def test_probabilities_are_those_of_samples_and_add_up_to_one_with_other(text_format, gpt2_folder):
     model, questions = small_model(text_format, gpt2_folder), exact.listed(mates, chess_questions(text_format))
     n, temperature = 20_000, 0.8

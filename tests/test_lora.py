@@ -240,6 +240,7 @@ SMALL = BOTH | dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=2
 LARGE = BOTH | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config, total, B, new", [(SMALL, 8e9, 8, 200), (LARGE, 24e9, 16, 300)], ids=["0.5B", "1.5B"])
 @pytest.mark.parametrize("rank", [0, 16])
 def test_qwen_fits_a_gpu_that_people_have(config, total, B, new, rank, tmp_path, monkeypatch, toy_settings):
@@ -261,6 +262,7 @@ def test_qwen_fits_a_gpu_that_people_have(config, total, B, new, rank, tmp_path,
     assert fits == (rank > 0) == (tokens > G * new + 100)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(toy_model, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LARGE))  # there are no weights
     monkeypatch.setattr(hardware, "memory", lambda device: (8e9, 8e9))
