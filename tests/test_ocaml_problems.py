@@ -473,7 +473,7 @@ def test_the_process_that_forks_is_the_same_after_each_answer_and_is_replaced_wh
 def test_without_the_outer_wall_one_sentence_says_so_and_nothing_is_run(monkeypatch):
     ocaml_toplevel.stop()
     monkeypatch.setattr(ocaml_toplevel, "no_wall", lambda: "the kernel says no")
-    with pytest.raises(SystemExit, match="cannot be built here .the kernel says no.: install bubblewrap"):
+    with pytest.raises(SystemExit, match="cannot be built .the kernel says no.: install bubblewrap"):
         prepare("squares", SQUARES, assertions(*SQUARES_TESTS))
     assert not toplevel.cache_info().currsize
 
