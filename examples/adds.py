@@ -13,7 +13,7 @@ import random
 import re
 from itertools import combinations_with_replacement
 
-from examples.chat import chat
+from examples.chat import prompt
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
@@ -52,11 +52,8 @@ def question(text, config):
 
 
 def ask(a, b, config):
-    messages = [{"role": "system", "content": SYSTEM}]
-    for c, d in EXAMPLES[:SHOTS]:
-        messages += [{"role": "user", "content": f"What is {c} + {d}?"}]
-        messages += [{"role": "assistant", "content": f"{c} + {d} = {c + d}"}]
-    return Question("adds", chat(config, [*messages, {"role": "user", "content": f"What is {a} + {b}?"}]), [a, b])
+    shown = [(f"What is {c} + {d}?", f"{c} + {d} = {c + d}") for c, d in EXAMPLES[:SHOTS]]
+    return Question("adds", prompt(config, f"What is {a} + {b}?", SYSTEM, shown), [a, b])
 
 
 def grade(question, text, hit_limit=False):

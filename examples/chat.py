@@ -1,6 +1,6 @@
 """Chats in the form that an instruction-tuned model knows, made by its folder's template. No message can break it.
 
-`prompt` and `is_held_out` are for tasks whose questions are texts: examples/jsonl.py and examples/gym.py."""
+`prompt` and `is_held_out` are what a task needs whose questions are texts, such as examples/jsonl.py."""
 
 import functools
 import json

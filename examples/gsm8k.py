@@ -19,7 +19,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from examples.chat import chat
+from examples.chat import prompt
 from nanorook.folder import write
 from nanorook.settings import ROOT, fail, setting
 from nanorook.task import Grade, Question, runaway
@@ -92,9 +92,7 @@ def make_questions(items, count, rng, config):
 
 
 def ask(question, answer, config):
-    # A model that can think at length before it answers (Qwen3) would reach the limit first, so it is told not to.
-    prompt = chat(config, [{"role": "user", "content": f"{question}\n{ASKED}"}], enable_thinking=False)
-    return Question("gsm8k", prompt, answer)
+    return Question("gsm8k", prompt(config, f"{question}\n{ASKED}"), answer)
 
 
 def number_in(text):

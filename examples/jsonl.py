@@ -57,7 +57,7 @@ def load(source, config):
 def read(file):
     items = []
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # a text may contain other ends of lines
     except (OSError, ValueError) as error:
         fail(f"DATA={file} cannot be read: {error}")
     for number, line in enumerate(lines, 1):

@@ -12,6 +12,7 @@ forgotten; a quarter of these are in check. MOVES_KL weighs the KL to the start 
 
 import argparse
 import gzip
+from pathlib import Path
 
 import rewards
 from nanorook.settings import fail, output_file, setting, withdraw
@@ -74,8 +75,8 @@ def make(out, files):
     mates = sorted(position.fen for position in mates if positions.is_sound(position))
     if not mates:
         fail("no labelled position has a best move that mates; label positions with tools.chess_label first.")
-    with open(out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
-        zipped.write("".join(f"{fen}\n" for fen in mates).encode())
+    text = "".join(f"{fen}\n" for fen in mates)
+    Path(out).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes at any time
 
 
 if __name__ == "__main__":

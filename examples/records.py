@@ -14,7 +14,7 @@ import json
 import random
 import re
 
-from examples.chat import chat
+from examples.chat import prompt
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
 from nanorook.settings import setting
 from nanorook.task import Grade, Question, runaway
@@ -55,14 +55,14 @@ def load(source, config):
 
 
 def make_questions(items, count, rng, config):
+    shown = []
+    for sentence, example in zip(SENTENCES[1:], EXAMPLES[:SHOTS]):
+        text, record = tell(sentence, *example)
+        shown.append((text, json.dumps(record)))
     questions = []
     for item in rng.sample(items, count):
-        messages = []
-        for example, sentence in zip(EXAMPLES[:SHOTS], SENTENCES[1:]):
-            text, record = tell(sentence, *example)
-            messages += [{"role": "user", "content": text}, {"role": "assistant", "content": json.dumps(record)}]
         text, record = tell(rng.choice(SENTENCES), *item)
-        questions.append(Question("records", chat(config, [*messages, {"role": "user", "content": text}]), record))
+        questions.append(Question("records", prompt(config, text, examples=shown), record))
     return questions
 
 

@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import sys
+from pathlib import Path
 
 import chess
 from tqdm import tqdm
@@ -109,9 +110,8 @@ def main():
              f"--positions {a.positions}; give more files.")  # fmt: skip
     known |= {board_key(position.fen) for position in drawn}
     mates = new_mates(a.mates, known, a.seed)
-    lines = [*map(chess_label.write_position, drawn), *mates]
-    with open(a.out, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as zipped:  # the same bytes at any time
-        zipped.write("".join(f"{line}\n" for line in lines).encode())
+    text = "".join(f"{line}\n" for line in [*map(chess_label.write_position, drawn), *mates])
+    Path(a.out).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes at any time
     print(f"{a.out}: {len(drawn)} positions, {len(mates)} with a mate in one, {os.path.getsize(a.out) / 1e6:.2f} MB.")
 
 
