@@ -379,7 +379,8 @@ class GPT(nn.Module):
         found = {name: p.to(dtype if p.ndim == 2 else torch.float32).contiguous() for name, p in weights.items()}
         head = found.pop("lm_head.weight", None)
         if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
-            fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them.")
+            fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them; use a "
+                 "model with a tied head.")  # fmt: skip
         try:
             model.load_state_dict(found, assign=True)  # each tensor, and no other
         except RuntimeError as error:  # "Error(s) in loading state_dict for GPT: ..."
@@ -387,7 +388,8 @@ class GPT(nn.Module):
         model.requires_grad_(True)
         model.tokenizer = config.tokenizer = Tokenizer.load(folder)  # a task finds it in the config
         if model.tokenizer.vocab_size > config.vocab_size:
-            fail(f"{folder}: the tokenizer has more tokens than the model's vocab_size.")
+            fail(f"{folder}: the tokenizer has more tokens than the model's vocab_size; take the one that "
+                 "belongs to these weights.")  # fmt: skip
         config.eos_token_id = model.tokenizer.eos
         return model
 

@@ -1,4 +1,4 @@
-"""The chess task: what is asked, what is true, what an answer is worth.
+"""The chess task: questions, their reference answers, and the reward of an answer.
 
 Another task is another file of this kind, TASK=FILE.py; the contract that all of them follow is in nanorook/task.py.
 
@@ -259,7 +259,7 @@ POLICY_WEIGHTS = {
     "best": 0.22,
 }
 
-# For the first candidate alone: rungs that the model reaches, each more rarely than the one before.
+# For the first candidate alone: partial credit in steps, each of which the model reaches more rarely than the last.
 FIRST_WEIGHTS = {
     "moves": {"structure": 0.05, "legal": 0.65, "top5": 0.2, "best": 0.1},
     "mates": {"structure": 0.05, "legal": 0.25, "check": 0.25, "mate": 0.45},

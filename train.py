@@ -54,7 +54,7 @@ if __name__ == "__main__":
 # A task's DEFAULTS, and those for the size of the model in nanorook/sizes.py, replace the defaults below. --help shows
 # what they are for this task and model.
 # fmt: off
-TASK                    = setting("TASK", "rewards.py", "the task: a file that asks questions and grades answers; docs/tasks.md says what it has to provide")
+TASK                    = setting("TASK", "rewards.py", "the task: a file that makes questions and grades answers; docs/tasks.md says what it has to provide")
 heading(f"The task {TASK}")
 task                    = load_task(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
@@ -72,11 +72,11 @@ BATCH_POSITIONS         = setting("BATCH_POSITIONS", 76, "B, the number of promp
 GROUP_SIZE              = setting("GROUP_SIZE", 16, "G, the number of completions for each prompt", low=2)
 TEMPERATURE             = setting("TEMPERATURE", 1.0, "the temperature of sampling, and so of the distribution that is trained", low=1e-3)
 EPOCHS                  = setting("EPOCHS", 1, "number of updates from each rollout batch", low=1)
-OVERFIT                 = setting("OVERFIT", False, "ask the same questions at every step: can the loop learn at all?")
+OVERFIT                 = setting("OVERFIT", False, "use the same questions at every step, to check that the loop can learn at all")
 CONTROL                 = setting("CONTROL", "none", "zero or shuffle make a control run, whose rewards carry no information: advantages are zero, or rewards are shuffled within groups, see nanorook.task.shuffled", one_of=("none", "zero", "shuffle"))
 
 heading("The update")
-LORA_RANK               = setting("LORA_RANK", 0, "train adapters of this rank beside a frozen model, at about ten times the LR, see nanorook/lora.py; 0: train all weights", low=0, high=2**12)
+LORA_RANK               = setting("LORA_RANK", 0, "freeze the model and train LoRA adapters of this rank; set LR about ten times as high, see nanorook/lora.py; 0: train all weights", low=0, high=2**12)
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero linearly or along a cosine", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
@@ -88,7 +88,7 @@ CREDIT                  = setting("CREDIT", "piece", "what a token is credited w
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=("none", "std", "mean"))
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
-CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - this; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
+CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + this", low=0)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
@@ -98,7 +98,7 @@ heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
 EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
-REPORT_TO               = setting("REPORT_TO", "none", "also send figures and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
+REPORT_TO               = setting("REPORT_TO", "none", "also send metrics and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 
 heading("The machine")

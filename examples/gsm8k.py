@@ -109,8 +109,8 @@ def number_in(text):
 
 
 def grade(question, text, hit_limit=False):
-    """The rungs: a last line with ####, a number on it, the right one. Working is not judged, as nobody can tell which
-    step of a text is wrong; so the right number pays for all of the words, and the number's form only for its own. A
+    """Partial credit: a last line with ####, a number on it, the right one. Working is not judged, as nobody can tell
+    which step of a text is wrong; so the right number rewards all of the words, and the number's form only its own. A
     number at which the limit cut the answer off is not right: 1 may be the beginning of 18."""
     before, mark, last = text.rstrip().rpartition("####")
     has_form = bool(mark) and not {"\n", "#"} & {*last}

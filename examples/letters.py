@@ -1,4 +1,4 @@
-"""A task of another kind, small enough to be learnt in half a minute: which of five letters is last in the alphabet?
+"""The smallest task, learnt in half a minute: which of five letters is last in the alphabet?
 
     TASK=examples/letters.py ./train.sh             k f q b t =  ->   t
 

@@ -96,7 +96,7 @@ def write(item, choose):
 
 
 def grade(question, text, hit_limit=False):
-    """The rungs of a ladder: what does not parse has no type, and what does not have the right type is not run. What a
+    """Partial credit: what does not parse has no type, and what does not have the right type is not run. What a
     coder says around its code is not judged, unless it has written none."""
     if question.kind == "coder":
         *_, fence = [None, *FENCE.finditer(text)]  # the last one, as it may have thought in others

@@ -97,9 +97,9 @@ def ask(problem, config):
 
 
 def grade(question, text, hit_limit=False):
-    """The rungs: what does not parse has no type, and what does not have the right type is not run. Of the assertions,
-    those that the problem shows pay nothing, and each value that the others expect pays the same, however many expect
-    it: where six of seven expect false, the constant false earns half of the tests."""
+    """Partial credit: what does not parse has no type, and what does not have the right type is not run. Assertions
+    that the problem shows are not rewarded, and each value that the others expect is rewarded alike, however many
+    expect it: where six of seven expect false, the constant false gets half of the reward for tests."""
     problem = Problem(*question.truth)
     fences = [*FENCE.finditer(text)]
     verdict = judge(problem, fences[-1][1] if fences else text)

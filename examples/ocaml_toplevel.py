@@ -1,4 +1,4 @@
-"""OCaml's toplevel as a verifier of whole programs: what an answer says about itself is not believed.
+"""OCaml's toplevel as a verifier of whole programs: an answer cannot grade itself.
 
 A problem has assertions such as `assert (f [1; 2] = 3)`. The process that runs an answer is given the left sides alone,
 f [1; 2], and prints their values; the right sides are printed by a process that never sees an answer, and the two texts
@@ -91,7 +91,7 @@ def run(*parts):
     """The frames that the process of a request wrote; the last one is "ran away" if it had to be ended."""
     written, ended = ask(*parts) or ask(*parts) or (None, None)  # of a new process, if the first one has died
     if written is None:
-        fail("OCaml, which judges the answers of this task, died twice; is there memory left? Run the command again.")
+        fail("OCaml, which judges the answers, stopped twice, perhaps for lack of memory: free some and try again.")
     return frames_of(written) + ["ran away"] * (not ended)
 
 
@@ -151,7 +151,7 @@ def toplevel():
     reading, writing = os.pipe()
     process = start(SOURCE, walled=True, kept=[writing])
     if process.stdout.readline() != b"ready\n":
-        fail("OCaml does not start; is there memory left?")
+        fail("OCaml does not start, perhaps for lack of memory: free some, and check that `ocaml -version` works.")
     return process, reading, writing
 
 

@@ -17,7 +17,7 @@ from nanorook.task import Grade, Question
 
 DEFAULTS = dict(STEPS=200, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, KL_COEF=0.03, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/sums", DTYPE="float32", COMPILE="0")
-SUMS_REWARD = setting("SUMS_REWARD", "steps", "pay for the result alone, or for the steps too", ("result", "steps"))
+SUMS_REWARD = setting("SUMS_REWARD", "steps", "reward the result alone, or its steps as well", ("result", "steps"))
 LIMITS = {"sums": 36}  # tokens of an answer, which are bytes; the longest right one has 27 and the end token
 NAMES = {"sums result": "right results", "sums working": "right workings"}
 START = ROOT / "runs" / "sums-start"

@@ -42,15 +42,15 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
             ("yellow", best - reward < 1e-6 and reward < 0.8,
-             f"every {kind} answer earns {reward:.4g}: does the task cap the reward?"),
+             f"every {kind} answer gets the reward {reward:.4g}: if the task's grade caps it, remove the cap"),
             ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
-             f"{cut_off:.0%} of the {kind} answers are cut off: raise their limit on new tokens"),
+             f"{cut_off:.0%} of the {kind} answers are cut off: raise MAX_NEW_TOKENS, or the task's LIMITS"),
             ("red", structure < 0.2, f"most {kind} answers are malformed: lower LR, and read samples.jsonl"),
-            ("red", best <= 0, f"no {kind} answer earns anything: ask easier questions, or give partial credit"),
+            ("red", best <= 0, f"no {kind} answer gets a reward: ask easier questions, or give partial credit"),
             ("yellow", alike > 0.5 and reward < 0.8,
-             f"in most {kind} groups all answers earn the same: raise TEMPERATURE or GROUP_SIZE"),
-            ("yellow", structure < 0.8, f"many {kind} answers are malformed: the reward will teach form first"),
+             f"in most {kind} groups all answers get the same reward: raise TEMPERATURE or GROUP_SIZE"),
+            ("yellow", structure < 0.8, f"many {kind} answers are malformed: wait, as form is usually learnt first"),
             ("yellow", falls, f"the {kind} reward is falling: lower LR or raise KL_COEF"),
         ]  # fmt: skip
     found = [{"state": state, "advice": advice} for state, wrong, advice in rules if wrong]
@@ -75,11 +75,12 @@ def check_agreement(metrics, dtype):
     gap, kind = highest(metrics, "logprob_gap")
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         return (f"sampling and training disagree by {gap:.4f} nats per token of the {kind} answers before any update, "
-                "which only a bug or weights that are not finite can cause.")  # fmt: skip
+                "which only a bug or weights that are not finite can cause: run python -m tools.doctor with the same "
+                "settings to see which.")  # fmt: skip
     kl, kind = highest(metrics, "kl")
     if kind and not kl < (1e-5 if exact else 1e-3):  # in bf16, code with and without gradients may round differently
         return (f"KL to the reference is {kl:.5f} in {kind} answers before any update, so the reference is not the "
-                "start model.")  # fmt: skip
+                "start model: run python -m tools.doctor with the same settings.")  # fmt: skip
     return ""
 
 

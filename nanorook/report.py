@@ -379,7 +379,7 @@ def write(*folders):
         legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
     )  # fmt: skip
     beside = "-".join(path.name for path in paths[1:])[:200]
-    path = paths[0] / (f"report-beside-{beside}.html" if beside else "report.html")
+    path = paths[0] / (f"report-with-{beside}.html" if beside else "report.html")
     part = path.with_name(f".{path.name}")
     part.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
     os.replace(part, path)

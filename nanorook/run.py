@@ -28,7 +28,7 @@ from nanorook.task import raised_by
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run makes in OUT_DIR
 MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json model adapters wandb tensorboard".split()
-MADE += ["report.html", "report-beside-*.html"]
+MADE += ["report.html", "report-with-*.html"]
 MADE += [STEP, ".unfinished", ".model-*", ".adapters-*", *(f".{name}" for name in MADE)]
 MARK = b'{"program": "nanorook"'  # how run.json begins, which a run writes first, and which FRESH=1 deletes last
 

@@ -233,7 +233,7 @@ def grade_answers(task, answers):
             fail(f"the task's grade for the answer {answer.text!r:.60} to {prompt!r:.60}: {wrong}")
         result.append(answer._replace(grade=grade))
     if repr(truths) != before:
-        fail("the task's grade changes the truth of its question, and with it what the next answer is worth: "
+        fail("the task's grade changes the truth of its question, and with it the reward of the next answer: "
              "modify a copy.")  # fmt: skip
     return result
 

@@ -33,7 +33,7 @@ def objects(out, *names):
 
 def verdict(out):
     """About five lines on the run in this folder, of which the first begins with "● " and a state: red if it
-    collapsed or never earned anything, green if something rose and no reward fell (unless the run is a control), and
+    collapsed or no answer got one, green if something improved and no reward fell (unless the run is a control), and
     yellow otherwise."""
     out = Path(out)
     settings, skill, about = objects(out, "settings", "skill", "run")
@@ -53,13 +53,13 @@ def verdict(out):
     control = settings.get("CONTROL", "none") != "none"  # a control that learns something is not good news
     state = "yellow" if control or not rose or any(" reward " in name for name in fell) else "green"
     if unpaid == kinds:
-        state, headline = "red", f"No answer earned anything in {len(rows)} steps: {why_unpaid(rows, kinds)}."
+        state, headline = "red", f"No answer got a reward in {len(rows)} steps: {why_unpaid(rows, kinds)}."
     elif rose:
         headline = f"Improved on {asked} held-out questions: {in_words(rose, first, last, gains, names)}."
-        headline += " That is the noise of one run: it is a control, whose rewards carry no information." * control
+        headline += " This is a control, whose rewards carry no information, so the reward did not cause it." * control
     elif len(skill) == 1:
         before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
-        headline = ("Held-out questions were asked only before the run; in training the reward went from "
+        headline = ("The model was evaluated only before the run; in training the reward went from "
                     f"{before:.2f} to {after:.2f}.")  # fmt: skip
     else:
         reason = why_nothing(rows, kinds, first, settings, gains)
@@ -71,13 +71,13 @@ def verdict(out):
         lines = [before + f"Lower LR from {settings['LR']:g} to {settings['LR'] / 10:g}, or raise KL_COEF "
                  f"(now {settings['KL_COEF']:g}).", *lines[: len(rose)]]  # fmt: skip
     if fell:
-        lines.append(f"Fell: {in_words(fell, first, last, gains, names)}.")
+        lines.append(f"Got worse: {in_words(fell, first, last, gains, names)}.")
     elif gains:
-        lines.append("Nothing fell significantly.")
+        lines.append("Nothing got significantly worse.")
     if others := [name for name in changed if name not in shares]:
         lines.append(f"Also changed: {in_words(others, first, last, gains, names)}.")
     if unpaid and unpaid != kinds:
-        lines.append(f"No answer to {' or '.join(unpaid)} questions earned anything: {why_unpaid(rows, unpaid)}.")
+        lines.append(f"No answer to {' or '.join(unpaid)} questions got a reward: {why_unpaid(rows, unpaid)}.")
     if right := already_right(first, kinds):
         lines.append(f"The most likely answers to {' and '.join(right)} questions were right before the run, so greedy "
                      "answers had nothing to gain there; only sampled ones could improve.")  # fmt: skip
@@ -86,11 +86,11 @@ def verdict(out):
     steps, asked = f"{rows[-1]['step']}", ""
     if title != "after":
         steps += f" of {settings.get('STEPS', '?')}"
-        asked = f"; held-out questions were last asked {when_asked(title)}"
+        asked = f"; last evaluated {when_asked(title)}"
     lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} excluding evaluations{asked}.")
     folder = shlex.quote(str(out))
-    lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints all "
-                 f"figures; python -m tools.ask {folder}/model asks the model.")  # fmt: skip
+    lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints "
+                 f"all metrics; python -m tools.ask {folder}/model shows answers to your questions.")  # fmt: skip
     return [f"● {state}  {lines[0]}", *lines[1:]]
 
 
@@ -160,10 +160,10 @@ def why_unpaid(rows, kinds):
     cut, form = (fmean([row[f"{k}/{name}"] for row in rows for k in kinds if f"{k}/{name}" in row] or [1 - bad])
                  for name, bad in (("hit_limit", 1), ("structure", 0)))  # fmt: skip
     if cut > 0.5:
-        return f"{cut:.0%} of them were cut off, so raise the task's LIMITS"
+        return f"{cut:.0%} of them were cut off, so raise MAX_NEW_TOKENS, or the task's LIMITS"
     if form < 0.5:
         return f"only {form:.0%} of them were well-formed, so teach the start model the form first"
-    return "the task's grade may cap the reward, or the questions are too hard; tools.ask shows what grade pays"
+    return "the questions are too hard, or the task's grade caps the reward; tools.ask shows single rewards"
 
 
 def why_nothing(rows, kinds, first, settings, gains):
@@ -178,10 +178,10 @@ def why_nothing(rows, kinds, first, settings, gains):
         (settings.get("CONTROL", "none") != "none", "the rewards carried no information, as CONTROL requests"),
         (skipped > len(rows) / 2, f"{skipped} of {len(rows)} updates were skipped, so lower LR"),
         (max(row.get("reward_std", 1) for row in rows) < 1e-6 and after < 0.95,
-         f"every answer earned the same ({after:.3g}), so check grade for a cap"),
+         f"every answer got the same reward ({after:.3g}), so check grade for a cap"),
         (already_right(first, kinds) == kinds, "the start model's most likely answers are right already"),
-        (alike > 0.8, f"in {alike:.0%} of the groups all answers earned the same, so raise TEMPERATURE or GROUP_SIZE, "
-                      "or let grade give partial credit"),
+        (alike > 0.8, f"in {alike:.0%} of the groups all answers got the same reward, so raise TEMPERATURE or "
+                      "GROUP_SIZE, or let grade give partial credit"),
         (after - before > halves, f"the reward rose from {before:.2f} to {after:.2f} on training questions only, so "
                                   "train on more of them, or raise EVAL_POSITIONS"),
         (before - after > halves, "the reward fell in training as well, so lower LR or raise KL_COEF"),
@@ -189,7 +189,7 @@ def why_nothing(rows, kinds, first, settings, gains):
         if applies:
             return reason
     seen = "" if half == math.inf else f"a gain in reward of less than {half:.2g} would go unnoticed"
-    return f"{seen or 'too few questions were asked'}; raise STEPS, LR or EVAL_POSITIONS"
+    return f"{seen or 'too few questions were evaluated'}; raise STEPS, LR or EVAL_POSITIONS"
 
 
 def card(out, lines):

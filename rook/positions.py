@@ -255,7 +255,7 @@ def load(source):
     if len(bad) > BAD_SHARE * len(entries) or bad and not positions:
         fail(f"{source}, {bad[0]} ({count} cannot be used).")
     if not positions:
-        fail(f"{source}: expected positions, found none.")
+        fail(f"{source}: expected positions, found none; data/README.md lists the formats.")
     if bad:
         print(f"{source}: left out {count} that cannot be used; the first is {bad[0]}.", file=sys.stderr)
     return distinct(positions)

@@ -193,7 +193,7 @@ def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_
     same = make_run(tmp_path / "same" / "run", lr=3e-4, after=[0, 0, 0])
     other = make_run(tmp_path / "other" / "run", after=[0, 0, 0], questions=[4, 5, 6])
     page = report.write(run, same, other)
-    assert page == run / "report-beside-run-run.html" and (run / "report.html").read_text() == alone
+    assert page == run / "report-with-run-run.html" and (run / "report.html").read_text() == alone
     text = page.read_text()
     assert re.findall("<th>(.*?)</th>", re.search("<thead>.*?</thead>", text)[0])[1:] == [
         "run, before", "run, after", "same/run, after", "other/run, after", "same/run − run", "other/run − run"

@@ -98,7 +98,7 @@ def test_fresh_deletes_what_a_run_has_made_and_nothing_else(tmp_path):
         SystemExit, match="contains .*, but no run.json that this program has written; name another folder"
     ):
         Run(tmp_path).acquire_lock()
-    for name in ("settings.json", "thesis.tex", "report-2024.html", "report.html", "report-beside-b.html"):
+    for name in ("settings.json", "thesis.tex", "report-2024.html", "report.html", "report-with-b.html"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "run.json").write_text('{"program": "nanorook", "command": "./train.sh"}')
     run = Run(tmp_path)

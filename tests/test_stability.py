@@ -321,7 +321,7 @@ def test_truncated_outputs(toy_run, monkeypatch):
     monkeypatch.setattr(toy, "LIMITS", {"short": 1, "long": 1})
     row = toy_run(STEPS=1)[0]
     assert row["hit_limit"] > 0.8 and row["length"] == 1
-    assert "answers are cut off: raise their limit on new tokens" in row["advice"]  # not called malformed text
+    assert "answers are cut off: raise MAX_NEW_TOKENS" in row["advice"]  # not called malformed text
 
 
 WAYS = [dict(LOSS=loss) for loss in grpo.LOSSES] + [dict(CREDIT="answer"), dict(DTYPE="bfloat16")]

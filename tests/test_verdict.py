@@ -48,7 +48,7 @@ def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
     )
     assert "; q right, greedy 50.0 → 100.0 % (+50.0 ± " in first
     assert ", pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
-    assert fell == "Nothing fell significantly."
+    assert fell == "Nothing got significantly worse."
     assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 excluding evaluations."
     assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then
 
@@ -103,7 +103,7 @@ def test_the_verdict_says_when_greedy_answers_have_nothing_to_gain(said):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"q/hit_limit": 0.9}, "90% of them were cut off, so raise the task's LIMITS"),
+        ({"q/hit_limit": 0.9}, "90% of them were cut off, so raise MAX_NEW_TOKENS, or the task's LIMITS"),
         ({"q/structure": 0.1}, "only 10% of them were well-formed, so teach"),
         ({}, "the task's grade may cap the reward, or the questions are too hard"),
     ],

@@ -1,11 +1,11 @@
-"""Ask a model a question of your own: shows a few answers and what each of them is worth, for any task.
+"""Ask a model a question of your own: shows a few answers and their rewards, for any task.
 
 python -m tools.ask runs/letters/model "k f q b t ="       a model of a run, whose task is known
 python -m tools.ask runs/letters/model                     some held-out questions of the task
 TASK=examples/letters.py python -m tools.ask MODEL "k f q b t ="
 
-The task's function `question` turns the text into a question and knows its truth. Without such a function, the model
-gets the text as it stands, and its answers are not graded.
+The task's function `question` turns the text into a question and knows its reference answer. Without such a function,
+the model gets the text as it stands, and its answers are not graded.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def questions_about(task, text, data, seed, config):
 
 
 def ask(model, task, question, known, temperature, count):
-    """Prints the question and its answers, one greedy and `count` sampled. If the truth is known, they are graded, and
-    the truth follows."""
+    """Prints the question and its answers, one greedy and `count` sampled. If the reference answer is known, they are
+    graded, and it follows."""
     print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
     for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
         (rollout,) = sample(model, [question], size, task.LIMITS, heat)
@@ -52,9 +52,9 @@ def ask(model, task, question, known, temperature, count):
 
 
 def in_short(truth):
-    """A truth for people to read: named parts get a line each, short ones first, and long ones are cut off."""
+    """A reference answer for people: named parts get a line each, short ones first, and long ones are cut off."""
     parts = truth.items() if isinstance(truth, dict) else [("", truth)]
-    lines = [f"truth, {name}: {in_words(part)}" if name else f"truth: {in_words(part)}" for name, part in parts]
+    lines = [f"reference answer{f', {name}' if name else ''}: {in_words(part)}" for name, part in parts]
     return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))
 
 
@@ -74,7 +74,7 @@ def main():
     p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: the run's or the task's")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of answers and of held-out questions")
     a = p.parse_intermixed_args()
-    task = task_file.load_task(setting("TASK", "rewards.py", "the file that asks questions and grades answers"))
+    task = task_file.load_task(setting("TASK", "rewards.py", "the file that makes questions and grades answers"))
     settings.take_defaults(task.DEFAULTS)
     data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")
     dtype = setting("DTYPE", "auto", "as in train.py", one_of=("auto", "float32", "bfloat16"))
@@ -89,7 +89,7 @@ def main():
     for question in questions_about(task, text, data, a.seed, model.config):
         ask(model, task, question, known, temperature, a.answers)
     if not known:
-        print("not graded: the task has no function `question`, which would know the truth of this text.")
+        print("not graded: the task has no function `question`, which would know the reference answer to this text.")
 
 
 if __name__ == "__main__":

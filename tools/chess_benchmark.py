@@ -2,7 +2,7 @@
 
 python -m tools.chess_benchmark MODEL                          the table, greedy and at temperature 1
 python -m tools.chess_benchmark MODEL OTHER                    two models and their difference, question by question
-python -m tools.chess_benchmark MODEL --puzzles FILE ...       also other people's positions, beside what they publish
+python -m tools.chess_benchmark MODEL --puzzles FILE ...       also on other people's positions, with published results
 
 tools.evaluate asks the questions of a run's own task. Here all models get the same tests: whole policy
 and environment answers, mates, games of a model against itself, and puzzles from files in three formats.

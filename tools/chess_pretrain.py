@@ -1,9 +1,9 @@
-"""Supervised training: from labelled positions to a model that knows both tasks, in one stage.
+"""Supervised training: from labelled positions to a model that knows both tasks.
 
 python -m tools.chess_pretrain out/mine --data builtin positions.txt.gz       on a CPU, a million texts in ten hours
 python -m tools.chess_pretrain out/mine --steps 10000 --rows 1024 --workers 14           on a GPU, with 16 CPU cores
 
-What the texts are: tools/texts.py. The same command resumes a run that was stopped or killed.
+What the texts are: tools/chess_texts.py. The same command resumes a run that was stopped or killed.
 """
 
 import argparse

@@ -4,9 +4,9 @@ python -m tools.compare START MODEL [MODEL ...]           several models are see
 python -m tools.compare START MODEL --training            on questions about the training data
 python -m tools.compare START MODEL --picture FILE.svg    also draws each right answer's probability before and after
 
-It takes the questions whose answers the task lists (`answers`, see nanorook/task.py), all that are held out. Right are
-the answers of the highest reward; a question without a wrong one says nothing and is left out. pass@k is that of the
-whole policy. Everything below it is about the policy on the listed answers, whose probabilities then add up to 1.
+It takes the questions whose answers the task lists (`answers`, see nanorook/task.py), all that are held out. An answer
+is right if it has the highest reward of its question; a question without a wrong answer is left out. pass@k is computed
+for the whole policy, other texts included; everything below it for the listed answers, as if there were no others.
 
 Sharpening raises all probabilities of a question to one power α. As in arXiv 2607.16097, α is the one for all questions
 with the lowest mean KL(after ‖ start^α), and what it explains is 1 - JSD(after, start^α) / JSD(after, start), in all

@@ -116,7 +116,7 @@ def run_checks(model, reference, optimizers, questions):
     yield check(
         "update", {"lr": train.LR, "change": change, "relative": change / get_total_norm(old.values()).item()},
         (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
-        (metrics["grad_norm"] == 0, "The gradient is 0: do the rewards of a group's answers differ?"),
+        (metrics["grad_norm"] == 0, "The gradient is 0: give partial credit or raise GROUP_SIZE; rewards must differ."),
         (change == 0, f"The weights did not move: check LR={train.LR:g}, and whether the optimizer has all of them."),
     )  # fmt: skip
     if metrics["broken"]:
@@ -134,7 +134,8 @@ def run_checks(model, reference, optimizers, questions):
     yield check(
         "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},
         (first > train.KL_DIVERGENCE_THRESHOLD, f"One update led to a KL of {first:.4g}: lower LR={train.LR:g}."),
-        (not gain > 0, f"Better {kind} answers did not become likelier: is a sign wrong, or LR={train.LR:g} too high?"),
+        (not gain > 0,
+         f"Better {kind} answers did not become likelier: lower LR={train.LR:g}, or look for a wrong sign."),
     )  # fmt: skip
 
 
@@ -181,9 +182,10 @@ def truths(questions, samples):
     # If a truth lacks the labels, the metrics of the answers say so.
     unknown = int(sum(s.grade.metrics.get("unlabelled", s.question.truth is None) for s in samples)) // train.GROUP_SIZE
     return check(
-        "questions", {"count": len(questions), "with a truth": len(questions) - unknown, **kinds},
-        (stub, f"All {' and '.join(stub)} questions have the same truth, as if from a stub: check DATA={train.DATA}."),
-        (unknown, f"{unknown} have no truth, so right answers earn nothing: check the labels of DATA={train.DATA}."),
+        "questions", {"count": len(questions), "with a reference answer": len(questions) - unknown, **kinds},
+        (stub, f"All {' and '.join(stub)} questions have the same reference answer: check DATA={train.DATA}."),
+        (unknown, f"{unknown} have no reference answer, so right ones get no reward: check the labels of "
+                  f"DATA={train.DATA}."),
     )  # fmt: skip
 
 
@@ -199,8 +201,9 @@ def completions(model, rollout):
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
     return check(
         f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
-        (len(rows) != expected, f"There are {len(rows)}, not {expected}: GROUP_SIZE={train.GROUP_SIZE} is not used."),
-        (wrong, f"The mask of {wrong} does not end with the end token, which goes untrained: make masks from lengths."),
+        (len(rows) != expected,
+         f"There are {len(rows)} answers instead of {expected}: let rollout.sample use GROUP_SIZE={train.GROUP_SIZE}."),
+        (wrong, f"The mask of {wrong} leaves out the end token, so it is not trained: make masks from lengths."),
         (foreign, f"The tokens of {foreign} are not the text that was graded: keep the sampled ids as they are."),
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Evaluates a model on the held-out questions of a task, or compares two models question by question.
 
-python -m tools.evaluate out                              the table that a run has measured: nothing is asked again
-python -m tools.evaluate out/model                        a run's model beside its start model, with the run's settings
+python -m tools.evaluate out                              the table that a run has measured
+python -m tools.evaluate out/model                        a run's model and its start model, with the run's settings
 python -m tools.evaluate out/model other EVAL_SAMPLES=64  two models; also pass@1, 4, 16, 64
-python -m tools.evaluate out/model --training             asks about the training data instead
+python -m tools.evaluate out/model --training             on training questions instead
 python -m tools.evaluate MODEL TASK=examples/sums.py      any model; settings as train.py takes them
 
 EVAL_POSITIONS held-out questions are answered greedily and at TEMPERATURE; intervals are 95 %. If a model is a run's
@@ -40,7 +40,7 @@ def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
-    p.add_argument("--training", action="store_true", help="ask questions from the training data, not held-out ones")
+    p.add_argument("--training", action="store_true", help="evaluate on training questions, not on held-out ones")
     p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
     given = [word for word in a.model if "=" in word and not Path(word).exists()]

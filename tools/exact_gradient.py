@@ -1,11 +1,11 @@
-"""Trains without sampling: on the exact gradient of an objective, which all answers that the task lists contribute to.
+"""Trains on the exact gradient of an objective, summed over all answers that the task lists, instead of on samples.
 
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/exact        the expected reward
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/log OBJECTIVE=log
 
-What a run of train.py with the same settings loses or gains compared with this one is due to its samples. Questions,
-learning rate and KL are those of train.py; a question whose answers are not listed is left out, and an answer that is
-not listed earns 0. The model is written to OUT_DIR/model, where tools.evaluate and tools.compare find its settings.
+A run of train.py with the same settings differs from this one by its sampling alone. Questions, learning rate and KL
+are those of train.py; a question whose answers are not listed is left out, and an answer that is not listed gets the
+reward 0. The model is written to OUT_DIR/model, where tools.evaluate and tools.compare find its settings.
 """
 
 import json

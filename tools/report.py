@@ -1,7 +1,7 @@
 """Runs as one page that needs no network: python -m tools.report OUT_DIR ... writes OUT_DIR/report.html.
 
 A run writes its own page when it ends; this program writes it at any time, also for a run that was killed. Several runs
-are shown side by side with their differences, in report-beside-OTHERS.html in the first one's folder.
+are shown side by side with their differences, in report-with-OTHERS.html in the first one's folder.
 """
 
 import argparse
