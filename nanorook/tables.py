@@ -1,6 +1,6 @@
 """Tables for a terminal and for Markdown, and the rows of one that compares evaluations of the same questions."""
 
-from nanorook.statistics import gain, with_interval
+from nanorook.statistics import beyond_chance, gain, with_interval
 
 
 def table(rows, markdown=False):
@@ -34,14 +34,17 @@ def row_name(name, names):
 
 def skill_rows(columns, names):
     """The rows of {title: {figure: (mean, half-width, values of the questions)}}, with the task's NAMES; with several
-    columns, also the gain from the first to the last, with a star if its interval excludes zero."""
+    columns, also the gain from the first to the last, with a star if it is significant among all rows."""
     skills, several = [*columns.values()], len(columns) > 1
+    first, last = skills[0], skills[-1]
+    gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first} if several else {}
+    significant = beyond_chance(gains)
     rows = [["held-out", *columns, *["gain  "] * several]]
     for name in dict.fromkeys(name for skill in skills for name in skill):
         cells = [with_interval(*skill[name][:2]) if name in skill else "" for skill in skills]
         rows.append([row_name(name, names), *cells])
-        if several and name in skills[0] and name in skills[-1]:
-            mean, half, _ = gain(skills[0][name][2], skills[-1][name][2])
-            rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if abs(mean) > half else "  "))
+        if name in gains:
+            mean, half, _ = gains[name]
+            rows[-1].append(with_interval(mean, half, "+.3f") + (" *" if name in significant else "  "))
         rows[-1] += [""] * (len(rows[0]) - len(rows[-1]))
     return rows

@@ -27,7 +27,7 @@ def test_chess(capsys, monkeypatch):
     question = rewards.question(f"{FEN} e2e4", SimpleNamespace(extra={}))
     for answer, grade in zip(lines[1:7:2], lines[2:7:2], strict=True):
         assert f"{rewards.grade(question, answer[12:]).reward:.4g}" == grade.split()[0]
-    assert lines[7:] == [f"truth: {question.truth[0]}, 0.001, False, False"]
+    assert lines[7:] == [f"reference answer: {question.truth[0]}, 0.001, False, False"]
     one, other = (output(capsys, "weights/tiny", "--answers", "1", FEN, "--seed", s).splitlines() for s in "01")
     assert one[0].startswith("policy: P: rnbqkbnr/pppppppp/......../") and one[1] == other[1] and one[3:] != other[3:]
 
@@ -36,13 +36,13 @@ def test_the_truth_of_a_position_is_what_the_engine_says_and_a_few_of_the_legal_
     monkeypatch.setitem(rewards.LIMITS, "policy", 8)
     monkeypatch.setattr(rewards.stockfish, "label", lambda fen: (("e2e4", 30), ("g1f3", 28)))
     *_, five, legal = output(capsys, "weights/tiny", FEN, "--answers", "1").splitlines()
-    assert five == "truth, five: e2e4 0.3, g1f3 0.28" and len(legal) < 120
-    assert legal.startswith("truth, legal: g1h3, g1f3, ") and legal.endswith(" ...")
+    assert five == "reference answer, five: e2e4 0.3, g1f3 0.28" and len(legal) < 120
+    assert legal.startswith("reference answer, legal: g1h3, g1f3, ") and legal.endswith(" ...")
 
 
 def test_a_truth_is_written_for_people():
-    assert ask.in_short([7, ("+", 2), ["-", 4]]) == "truth: 7, + 2, - 4"
-    assert ask.in_short({"long": ["word"] * 50, "a": {"b": 0.5, "c": "\x1b"}}).startswith("truth, a: b 0.5, c \\x1b\n")
+    assert ask.in_short([7, ("+", 2), ["-", 4]]) == "reference answer: 7, + 2, - 4"
+    assert ask.in_short({"long": ["word"] * 50, "a": {"b": 0.5, "c": "\x1b"}}).startswith("reference answer, a: b 0.5, c \\x1b\n")
 
 
 @pytest.mark.parametrize("fen", [FEN, FEN.rsplit(" ", 2)[0]])
@@ -55,10 +55,10 @@ def test_a_move_may_be_asked_about_in_either_notation(fen, byte_model):
 
 def test_other_tasks(capsys, toy_model):
     asked = output(capsys, toy_model, "k f q b t =", "TASK=examples/letters.py")
-    assert asked.startswith("letters: k f q b t =\n  greedy -> ") and asked.endswith("\ntruth: tqkfb\n")
+    assert asked.startswith("letters: k f q b t =\n  greedy -> ") and asked.endswith("\nreference answer: tqkfb\n")
     asked = output(capsys, toy_model, "37+58=", TOY)  # it has no `question`
-    assert ": 37+58=\n  greedy ->" in asked and "truth:" not in asked and "\nnot graded: " in asked
-    assert output(capsys, toy_model, TOY).count("\ntruth: ") == ask.HELD_OUT
+    assert ": 37+58=\n  greedy ->" in asked and "reference answer:" not in asked and "\nnot graded: " in asked
+    assert output(capsys, toy_model, TOY).count("\nreference answer: ") == ask.HELD_OUT
 
 
 OWN = """

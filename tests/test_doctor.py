@@ -87,8 +87,8 @@ def test_a_cap_on_rewards_is_not_a_likely_answer(examine, monkeypatch):
 def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
     """Where a question lacks labels, grade() asks the engine, and its metrics say if that knew."""
     same = [question._replace(truth=7) for question in toy.questions(8)]
-    said(examine(questions=same), "questions", "as if from a stub")
-    said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no truth")
+    said(examine(questions=same), "questions", "have the same reference answer")
+    said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no reference answer")
     yes_or_no = [question._replace(truth=i % 2 == 0) for i, question in enumerate(toy.questions(8))]
     assert not examine(questions=yes_or_no)["questions"].sentence
     questions, grade = [question._replace(truth=None) for question in toy.questions(8)], toy.grade
@@ -98,7 +98,7 @@ def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
 
 SPOILED = {
     "not the text": lambda r: replace(r, completions=r.completions.where(r.completions > 250, r.completions + 1)),
-    "goes untrained": lambda r: replace(r, completion_mask=r.completion_mask & (r.completions != 256)),
+    "so it is not trained": lambda r: replace(r, completion_mask=r.completion_mask & (r.completions != 256)),
     "GROUP_SIZE=4": lambda r: toy.some_rows(r, [*range(0, len(r.answers), 2)]),
     "training disagree by": lambda r: replace(r, rollout_logprobs=r.rollout_logprobs - 11.5),
 }
@@ -120,7 +120,7 @@ WORTHS = {
     "scale them": lambda r: 1e6 * r,
     "not by a cap": lambda r: 0.05,
     "use none": lambda r: 0.5 + 1e-4 * r,  # divided by a tiny deviation
-    "No short answer earns anything": lambda r: r - 9,
+    "No short answer gets a reward": lambda r: r - 9,
 }
 
 
@@ -147,7 +147,7 @@ def test_learning_rates_and_signs(examine, monkeypatch):
     assert "update" in (text := examine(CONTROL="zero")) and "learning" not in text
     loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *a, **k: (-(result := loss(*a, **k))[0], result[1]))
-    said(examine(CONTROL="none"), "learning", "is a sign wrong")
+    said(examine(CONTROL="none"), "learning", "look for a wrong sign")
 
 
 def test_a_kind_whose_questions_stop_at_different_texts_is_one_kind(examine, monkeypatch):

@@ -50,8 +50,8 @@ def test_advice_names_the_cause():
         return monitor.diagnose(row, past, 1, 1)["advice"]
 
     for past in ([], [HEALTHY] * 3):
-        assert "does the task cap the reward?" in advice(reward=0.2, reward_max=0.2, frac_zero_std=1.0)
-        assert "no b answer earns anything" in advice(reward_max=0, reward=0, frac_zero_std=1.0)
+        assert "remove the cap" in advice(reward=0.2, reward_max=0.2, frac_zero_std=1.0)
+        assert "no b answer gets a reward" in advice(reward_max=0, reward=0, frac_zero_std=1.0)
         assert "b answers are cut off" in advice(hit_limit=0.3, frac_zero_std=0.6)
         assert ("b answers no longer end before their limit: lower LR" in advice(hit_limit=1.0)) == bool(past)
 

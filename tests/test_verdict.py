@@ -50,7 +50,7 @@ def test_what_rose_is_said_largest_first_with_its_cost(said, tmp_path):
     assert ", pass@4 50.0 → 70.0 % (+20.0 ± 0.0)." in first
     assert fell == "Nothing got significantly worse."
     assert cost == "Cost: 40 steps, 6,400 answers, 0:02:00 excluding evaluations."
-    assert f"python -m tools.evaluate {tmp_path} prints all figures" in then and "report.html" in then
+    assert f"python -m tools.evaluate {tmp_path} prints all metrics" in then and "report.html" in then
 
 
 def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
@@ -58,7 +58,7 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
     before, after = START | pawns[0], RISEN | {"q reward T=0": [0.15] * N} | pawns[1]
     first, fell, others, *_ = said({"before": before, "after": after}, STEADY)
     assert first.startswith("● yellow  Improved on") and fell.startswith(
-        "Fell: q reward, greedy 0.20 → 0.15 (-0.05 ± 0.00)."
+        "Got worse: q reward, greedy 0.20 → 0.15 (-0.05 ± 0.00)."
     )
     assert others == "Also changed: q pawns, greedy 2.50 → 4.50 (+2.00 ± 0.00)."  # of no known sense
     before, after = START | {"q a_error T=0": [0.1] * N}, START | {"q a_error T=0": [0.9] * N}
@@ -68,7 +68,7 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
 CAUSES = {  # of a run in which nothing rose
     "the start model's most likely answers are right": dict(skill=START | {"q reward T=0": [1.0] * N}),
     "so raise TEMPERATURE or GROUP_SIZE": dict(frac_zero_std=0.9),
-    "every answer earned the same (0.2), so check grade for a cap": dict(frac_zero_std=1.0, reward_std=0.0),
+    "every answer got the same reward (0.2), so check grade for a cap": dict(frac_zero_std=1.0, reward_std=0.0),
     "40 of 40 updates were skipped, so lower LR": dict(skipped=1),
     "as CONTROL requests": dict(CONTROL="shuffle"),
     "a gain in reward of less than 0.037 would go unnoticed; raise STEPS, LR or EVAL_POSITIONS": dict(),
@@ -105,21 +105,21 @@ def test_the_verdict_says_when_greedy_answers_have_nothing_to_gain(said):
     [
         ({"q/hit_limit": 0.9}, "90% of them were cut off, so raise MAX_NEW_TOKENS, or the task's LIMITS"),
         ({"q/structure": 0.1}, "only 10% of them were well-formed, so teach"),
-        ({}, "the task's grade may cap the reward, or the questions are too hard"),
+        ({}, "the questions are too hard, or the task's grade caps the reward"),
     ],
 )
 def test_the_verdict_says_why_a_run_never_earns_anything(changes, reason, said):
     rows = [row(step, 0.0, **{"q/reward_max": 0.0, "frac_zero_std": 1.0, **changes}) for step in range(1, 41)]
     first, *_ = said({"before": FALLEN, "after": FALLEN}, rows)
-    assert first.startswith(f"● red  No answer earned anything in 40 steps: {reason}") and "TEMPERATURE" not in first
+    assert first.startswith(f"● red  No answer got a reward in 40 steps: {reason}") and "TEMPERATURE" not in first
 
 
 def test_a_kind_of_question_that_the_last_step_lacks_counts(said):
     other = {"p/structure": 1.0, "p/hit_limit": 0.0, "p/reward": 0.0, "p/reward_max": 0.0}
     rare = [{name: x for name, x in row(step, 0.0).items() if name[:2] != "q/"} | other for step in range(2, 41)]
     unpaid = row(1, 0.0, **{"q/reward_max": 0.0})
-    assert said({"before": FALLEN, "after": FALLEN}, [unpaid, *rare])[0].startswith("● red  No answer earned anything")
-    assert said({"before": FALLEN, "after": RISEN}, [*rare, *STEADY])[2].startswith("No answer to p questions earned")
+    assert said({"before": FALLEN, "after": FALLEN}, [unpaid, *rare])[0].startswith("● red  No answer got a reward")
+    assert said({"before": FALLEN, "after": RISEN}, [*rare, *STEADY])[2].startswith("No answer to p questions got")
 
 
 def test_a_run_that_learnt_and_collapsed_is_red(said):
@@ -151,22 +151,22 @@ def test_a_piece_of_the_reward_named_reward_is_no_kind(said):
     rows = [row(step, 0.2, **{"q/earned/reward": 0.04 if step < 25 else 0.01}) for step in range(1, 41)]
     assert not said({"before": START, "after": START}, rows)[0].startswith("● red")
     rows = [row(step, 0.0, **{"q/earned/reward": 0.0, "q/reward_max": 0.0}) for step in range(1, 41)]
-    assert said({"before": FALLEN, "after": FALLEN}, rows)[0].startswith("● red  No answer earned anything")
+    assert said({"before": FALLEN, "after": FALLEN}, rows)[0].startswith("● red  No answer got a reward")
 
 
 def test_a_run_that_was_stopped_says_what_is_known(said):
     first, *_, cost, _ = said({"before": START}, STEADY[:30])
-    assert "questions were asked only before the run" in first and first.endswith("went from 0.21 to 0.21.")
-    assert cost.startswith("Cost: 30 of 40 steps") and cost.endswith("last asked before the run.")
+    assert "evaluated only before the run" in first and first.endswith("went from 0.21 to 0.21.")
+    assert cost.startswith("Cost: 30 of 40 steps") and cost.endswith("last evaluated before the run.")
     first, *_, cost, _ = said(
         {"before": START, "step 20": RISEN}, STEADY[:20] + [row(step, 0.8) for step in range(21, 31)]
     )
-    assert first.startswith("● green  Improved") and cost.endswith("; held-out questions were last asked at step 20.")
+    assert first.startswith("● green  Improved") and cost.endswith("; last evaluated at step 20.")
 
 
 def test_a_control_that_rises_is_not_green(said):
     first, *_ = said({"before": START, "after": RISEN}, STEADY, CONTROL="shuffle")
-    assert first.startswith("● yellow  Improved on 100") and first.endswith("whose rewards carry no information.")
+    assert first.startswith("● yellow  Improved on 100") and first.endswith("so the reward did not cause it.")
 
 
 def test_among_many_rows_chance_is_counted_once():
@@ -203,7 +203,7 @@ def test_a_run_ends_with_its_verdict_a_card_and_a_code(toy_run, tmp_path, monkey
     monkeypatch.setattr(toy, "grade", lambda *_: toy.Grade((), {}))
     with pytest.raises(SystemExit) as ended:
         toy_run("unpaid")
-    assert ended.value.code == 1 and "● red  No answer earned anything in 2 steps" in capsys.readouterr().out
+    assert ended.value.code == 1 and "● red  No answer got a reward in 2 steps" in capsys.readouterr().out
     assert (tmp_path / "unpaid/model/README.md").exists()
 
 

@@ -1,0 +1,162 @@
+"""The tables and pictures of docs/what-rl-does.md: exact policies before and after the runs of a sweep.
+
+    python -m experiments.study runs/study TASK=examples/mates.py DATA=data/test.txt.gz
+
+The folder has runs of tools.sweep, SETTING/seed-N and SETTING/control-N, and may have models of tools.exact_gradient in
+the same places. A policy is computed once and kept next to its model.
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from nanorook import settings
+
+if __name__ == "__main__":
+    settings.read_run()  # before train's first setting
+
+import architectures
+import train
+from nanorook import hardware
+from nanorook.settings import ROOT, fail
+from nanorook.task import start_folder
+from tools import compare, exact
+from tools.sweep import as_lines
+
+matplotlib.use("svg")
+from matplotlib import pyplot  # noqa: E402
+
+KIND = "mates"
+SETTINGS = {  # folder: its name for people
+    "plain": "plain",
+    "paper": "as in the paper",
+    "mean": "divided by the mean",
+    "4-to-1": "best of 4 to 1",
+    "best-of-4": "best of 4",
+    "exact-plain": "exact gradient, plain",
+    "exact-best-of-4": "exact gradient, best of 4",
+    "g8-plain": "groups of 8, plain",
+    "g8-best-of-4": "groups of 8, best of 4",
+    "control": "shuffled control of plain",
+}
+COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #56b4e9 #999999 #f0e442".split()
+TRIES = 2 ** np.arange(11)  # the k of the curves of pass@k
+SKILLS = {"most likely answer right": "greedy", "other answers": "other"} | {
+    f"pass@{k}": f"pass@{k}" for k in exact.TRIES
+}
+CHANGES = {
+    "α of the nearest sharpened start": "α",
+    "explained by sharpening, all": "explained by it",
+    "explained by sharpening, median": "median position",
+    "right answer became likelier": "mate likelier",
+    "a wrong answer gained over 0.1": "a wrong move gained",
+    "wrong favourite became likelier": "wrong favourite likelier",
+}
+
+
+def models_in(folder):
+    """{name for people: folders of models}, in the order of SETTINGS."""
+    found = {}
+    for setting, name in SETTINGS.items():
+        runs = folder.glob("plain/control-*" if setting == "control" else f"{setting}/seed-*")
+        if models := [run / "model" for run in sorted(runs) if (run / "model").exists()]:
+            found[name] = models
+    return found
+
+
+def policy_of(model, questions, kept):
+    """The compare.Policy of a model folder, from the file where it was kept if there is one."""
+    if not kept.exists():
+        found = compare.policy(architectures.load(model).to(train.DEVICE), questions)
+        np.savez_compressed(kept, **found._asdict())
+    with np.load(kept) as arrays:
+        return compare.Policy(**arrays)
+
+
+def table_of(rows, columns):
+    """Rows [name, cell] of each setting as a table with a row for each setting; `columns` are {row's name: heading}."""
+    wanted = [name for name in columns if any(name in dict(some) for some in rows.values())]
+    body = [[setting, *(dict(some).get(name, "") for name in wanted)] for setting, some in rows.items()]
+    return [["%", *(columns[name] for name in wanted)], *body]
+
+
+def draw_pass_at_k(start, models, file):
+    """The curves of pass@k, each the mean over a setting's seeds."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    curves = {"start": [start]} | models
+    for (name, policies), colour in zip(curves.items(), COLOURS):
+        rates = [[100 * exact.pass_at_k((p.whole * p.right).sum(1), k).mean() for k in TRIES] for p in policies]
+        axes.plot(TRIES, np.mean(rates, 0), label=name, color=colour, ls="--" if name == "start" else "-")
+    axes.axvline(train.GROUP_SIZE, color="#bbb", lw=1)
+    axes.set(xscale="log", xlabel="k", ylabel="pass@k, %", xticks=TRIES[::2], xticklabels=map(str, TRIES[::2]))
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def draw_policies(start, models, file):
+    """For each position the probability of a mate before (across) and after (up), seeds averaged."""
+    figure, several = pyplot.subplots(1, len(models), figsize=(3.4 * len(models), 3.6), sharey=True)
+    for axes, (name, policies) in zip(several, models.items()):
+        axes.plot([1e-4, 1], [1e-4, 1], color="#888", lw=1, ls="--")
+        after = np.mean([p.found for p in policies], 0)
+        axes.scatter(start.found, after, s=4, alpha=0.35, color="#0072b2", lw=0, rasterized=True)
+        axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1), title=name, xlabel="mate, before")
+    several[0].set_ylabel("mate, after")
+    save(figure, file)
+
+
+def draw_front(start, models, file):
+    """pass@1 and pass@16 of each model."""
+    figure, axes = pyplot.subplots(figsize=(5.5, 4))
+    for (name, policies), colour in zip(({"start": [start]} | models).items(), COLOURS):
+        found = [(p.whole * p.right).sum(1) for p in policies]
+        points = [[100 * exact.pass_at_k(rates, k).mean() for rates in found] for k in (1, 16)]
+        axes.scatter(*points, label=name, color=colour, s=24)
+    axes.set(xlabel="pass@1, %", ylabel="pass@16, %")
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def save(figure, file):
+    figure.savefig(file, bbox_inches="tight", dpi=150, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main():
+    p = argparse.ArgumentParser("python -m experiments.study", description=__doc__.split("\n")[0])
+    p.add_argument("folder", type=Path, help="the folder of tools.sweep")
+    p.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of the runs; DATA names the positions")
+    a = p.parse_args()
+    settings.finish("python -m experiments.study", a.settings)
+    hardware.prepare(train.DEVICE, "float32")
+    found = models_in(a.folder) or fail(f"{a.folder} has no runs such as plain/seed-0.")
+    source = train.MODEL or start_folder(train.task)
+    questions = compare.listed_questions(architectures.load(source).config, training=False, most=None)
+    questions = [question for question in questions if question.question.kind == KIND]
+    kept = f"policy-{len(questions)}.npz"
+    start = policy_of(source, questions, a.folder / kept)
+    models = {
+        name: [policy_of(model, questions, model.with_name(kept)) for model in some] for name, some in found.items()
+    }
+
+    skills, changes = {}, {}
+    for name, policies in models.items():
+        title = f"{name}, {len(policies)} seeds" if len(policies) > 1 else f"{name}, one seed"
+        rows = compare.policy_rows(start, policies)
+        skills["start"] = [(row[0], row[1]) for row in rows]
+        skills[title] = [(row[0], row[2]) for row in rows]
+        changes[title] = compare.change_rows(start, policies)
+    for file, rows, columns in (("exact-skill", skills, SKILLS), ("exact-change", changes, CHANGES)):
+        record = as_lines({"rows": table_of(rows, columns)})
+        (ROOT / "experiments" / f"{file}.json").write_text(record)
+    pictured = {name: some for name, some in models.items() if "groups" not in name and "exact" not in name}
+    draw_pass_at_k(start, pictured, ROOT / "docs" / "pass-at-k.svg")
+    draw_policies(start, {name: pictured[name] for name in ("plain", "best of 4")}, ROOT / "docs" / "policies.svg")
+    draw_front(start, models, ROOT / "docs" / "front.svg")
+
+
+if __name__ == "__main__":
+    main()
