@@ -83,8 +83,9 @@ def made(request):
         settings = re.sub(LEFT_OUT, "", about["command"]).removeprefix("./train.sh")
         command = f"python -m tools.sweep OUT{settings} {seeds}"
         started, finished = (datetime.fromisoformat(about[end]) for end in ("started", "finished"))
-        minutes = round((finished - started).total_seconds() / 60) or 1
-        where = f"on {about['machine']}, {about['dtype']}, {about['started'][:10]}, {minutes} min a run"
+        seconds = (finished - started).total_seconds()
+        time = f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+        where = f"on {about['machine']}, {about['dtype']}, {about['started'][:10]}, {time} a run"
         lines += f"\nMade by `{command}` {where}, commit {', '.join(about['commits'])}.\n"
     return lines
 

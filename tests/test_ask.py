@@ -42,7 +42,8 @@ def test_the_truth_of_a_position_is_what_the_engine_says_and_a_few_of_the_legal_
 
 def test_a_truth_is_written_for_people():
     assert ask.in_short([7, ("+", 2), ["-", 4]]) == "reference answer: 7, + 2, - 4"
-    assert ask.in_short({"long": ["word"] * 50, "a": {"b": 0.5, "c": "\x1b"}}).startswith("reference answer, a: b 0.5, c \\x1b\n")
+    told = ask.in_short({"long": ["word"] * 50, "a": {"b": 0.5, "c": "\x1b"}})
+    assert told.startswith("reference answer, a: b 0.5, c \\x1b\n")
 
 
 @pytest.mark.parametrize("fen", [FEN, FEN.rsplit(" ", 2)[0]])

@@ -88,7 +88,8 @@ def test_a_truth_that_is_a_stub_or_missing(examine, monkeypatch):
     """Where a question lacks labels, grade() asks the engine, and its metrics say if that knew."""
     same = [question._replace(truth=7) for question in toy.questions(8)]
     said(examine(questions=same), "questions", "have the same reference answer")
-    said(examine(questions=[*toy.questions(7), same[0]._replace(truth=None)]), "questions", "1 have no reference answer")
+    one_lacks_it = [*toy.questions(7), same[0]._replace(truth=None)]
+    said(examine(questions=one_lacks_it), "questions", "1 have no reference answer")
     yes_or_no = [question._replace(truth=i % 2 == 0) for i, question in enumerate(toy.questions(8))]
     assert not examine(questions=yes_or_no)["questions"].sentence
     questions, grade = [question._replace(truth=None) for question in toy.questions(8)], toy.grade
