@@ -129,7 +129,7 @@ WORTHS = {
 def test_rewards_that_teach_nothing_or_too_much(examine, monkeypatch, words):
     honest = toy.grade
     monkeypatch.setattr(toy, "grade", lambda *args: toy.Grade((("all", WORTHS[words](honest(*args).reward)),), {}))
-    said(examine(SCALE_REWARDS="std"), "first step" if "anything" in words else "rewards", words)
+    said(examine(SCALE_REWARDS="std"), "first step" if "No short" in words else "rewards", words)
 
 
 def test_sides_that_differ(examine, monkeypatch):
