@@ -20,7 +20,7 @@ from nanorook.task import Grade, Question
 DEFAULTS = dict(STEPS=150, BATCH_POSITIONS=16, GROUP_SIZE=8, LR=1e-3, EVAL_POSITIONS=400)
 DEFAULTS |= dict(EVAL_EVERY=0, SAVE_EVERY=50, OUT_DIR="runs/letters", DTYPE="float32", COMPILE="0")
 LIMITS = {"letters": 4}  # tokens of an answer: a space, a letter, the end token, and one to spare
-NAMES = {"letters last": "right letters"}
+NAMES = {"letters last": "right letters", "letters listed": "one of the five letters"}
 START = ROOT / "runs" / "letters-start"
 
 

@@ -25,7 +25,6 @@ from tools import sweep
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = {  # of figures that only the pages show; a task names its main ones
-    "letters listed": "one of the five letters",
     "mates check": "moves that give check",
     "mates legal": "legal moves where there is a mate",
     "moves legal_in_check": "legal moves in check",

@@ -1,6 +1,6 @@
 """The page OUT_DIR/report.html, which needs no network; tools.report writes it at any time, and for several runs.
 
-It shows held-out skill beside the training curves, the states of all steps, answers and settings, for any task and even
+It shows held-out skill with the training curves, the states of all steps, answers and settings, for any task and even
 for a run that was killed. What a model wrote is escaped, and the page allows no scripts.
 """
 
@@ -126,10 +126,15 @@ def skill_table(runs):
     page = "<thead><tr><th></th>" + "".join(f"<th>{escape(heading)}</th>" for heading, _ in columns) + "</tr></thead>"
     for name in sorted(names, key=lambda name: order.index(name.rpartition(" ")[0])):
         what, _, how = name.rpartition(" ")
-        page += f"<tr><th>{escape(what)} <small>{escape(manner(how))}</small></th>"
+        page += f"<tr><th>{escape(names_in(runs).get(what, what))} <small>{escape(manner(how))}</small></th>"
         for css, text in (cells.get(name, ("", "")) for _, cells in columns):
             page += f'<td class="{css}">{text.replace("-", "−")}</td>'
     return f"<table>{page}</table>" if ends else ""
+
+
+def names_in(runs):
+    """{"kind metric": its name for people}, as the runs' task gives them."""
+    return {name: called for run in runs for name, called in run.about.get("names", {}).items()}
 
 
 def difference(name, first, before, other, after):
@@ -161,13 +166,13 @@ PANELS = (  # title, unit, {metric: what its line is called}; some metrics have 
 )
 
 
-def skill_panels(names, kind):
-    """The reward and the metrics of a kind of question, in training and held out."""
+def skill_panels(names, kind, called):
+    """The reward and the metrics of a kind of question, in training and held out; `called` has names for people."""
     for metric in dict.fromkeys(name.partition(" ")[0] for name in names if name.startswith(f"{kind}/")):
         _, short, *piece = metric.split("/")
         if not piece and short not in TAKEN[1:]:
             lines = [name for name in names if name.partition(" ")[0] == metric]
-            yield short, "", {name: manner(name.partition(" ")[2]) for name in lines}
+            yield called.get(f"{kind} {short}", short), "", {name: manner(name.partition(" ")[2]) for name in lines}
 
 
 def training_panels(names, kinds):
@@ -175,7 +180,7 @@ def training_panels(names, kinds):
         each = {f"{kind}/{metric}": kind for metric in lines for kind in kinds}
         yield title, unit, lines | {name: kind for name, kind in each.items() if len(kinds) > 1 and name in names}
     for kind in kinds:
-        start, unit = f"{kind}/earned/", "what each pays on average"
+        start, unit = f"{kind}/earned/", "mean of each over a step's answers"
         yield f"Pieces of the {kind} reward", unit, {n: n.removeprefix(start) for n in names if n.startswith(start)}
 
 
@@ -324,7 +329,7 @@ def card(answers, most):
 
 
 def shown(run, sample):
-    """What the run's task shows beside an answer, as HTML."""
+    """What the run's task shows next to an answer, as HTML."""
     question = Question(**{name: sample[name] for name in Question._fields if name in sample})
     try:
         text = str(run.show(question, sample["completion"]))
@@ -369,17 +374,18 @@ def write(*folders):
     kinds = dict.fromkeys(name.split("/")[0] for name in names if "/" in name)
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
     titles = [legend([run]) for run in named] or [""]
-    skill = "".join(f"<h3>{escape(kind)}</h3>{plots(runs, skill_panels(names, kind))}" for kind in kinds)
+    of_kinds = {kind: plots(runs, skill_panels(names, kind, names_in(runs))) for kind in kinds}
+    skill = "".join(f"<h3>{escape(kind)}</h3>{panels}" for kind, panels in of_kinds.items())
     panels = training_panels(names, kinds)
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: inserted text stays
-        title=escape(" beside ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
+        title=escape(" and ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
         table=skill_table(runs), states="".join(map(states, runs, titles)), samples=cards(runs),
         settings=settings(runs),
         plots=plots(runs, panels if len(runs) == 1 else one_by_one(panels)), runs=legend(named),
         legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
     )  # fmt: skip
-    beside = "-".join(path.name for path in paths[1:])[:200]
-    path = paths[0] / (f"report-with-{beside}.html" if beside else "report.html")
+    others = "-".join(path.name for path in paths[1:])[:200]
+    path = paths[0] / (f"report-with-{others}.html" if others else "report.html")
     part = path.with_name(f".{path.name}")
     part.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
     os.replace(part, path)

@@ -187,6 +187,13 @@ def test_held_out_skill_stands_beside_training_with_its_intervals(run):
     assert re.findall('cx="(.*?)"', svg) == 2 * [at["step 0"], at["10"], at["30"]] and svg.count('class="band') == 2
 
 
+def test_metrics_have_the_names_that_the_task_gives_them(run):
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"names": {"policy legal": "<legal> moves"}}))
+    page = report.write(run).read_text()
+    assert "&lt;legal&gt; moves" in panels(page) and "<th>&lt;legal&gt; moves <small>greedy" in page
+
+
 def test_several_runs_are_told_apart_and_compared_question_by_question(run, tmp_path):
     alone = report.write(run).read_text()
     assert re.findall('<td class="(.*?)">(.*?)</td>', alone)[2] == ("", "+0.667 ± 2.867")  # no more than chance
