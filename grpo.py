@@ -43,7 +43,8 @@ def advantages(values, group_size, scale="none", best_of=1):
         result = advantages_by_rank(groups, weights)
     if scale == "std":
         result = result / (deviation(groups) + 1e-4)
-    highest, lowest = groups.amax(1, keepdim=True), groups.amin(1, keepdim=True)  # (B, 1, K)
+    highest = groups.amax(1, keepdim=True)  # (B, 1, K)
+    lowest = groups.amin(1, keepdim=True)  # (B, 1, K)
     alike = highest - lowest <= 1e-6  # there, what is left after subtracting the mean is a rounding error
     return result.masked_fill(alike, 0).flatten(0, 1)
 
@@ -51,7 +52,8 @@ def advantages(values, group_size, scale="none", best_of=1):
 def deviation(groups):
     """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K). With several pieces it is the root
     of the sum of their variances, as the variance of their sum may be 0."""
-    return groups.var(1).sum(1).sqrt()[:, None, None]
+    variance = groups.var(1).sum(1)  # (B,)
+    return variance.sqrt()[:, None, None]
 
 
 def weights_by_rank(G, scale, best_of):
@@ -70,14 +72,18 @@ def weights_by_rank(G, scale, best_of):
                      j = k, 2k, 3k, ... < G
     """
     if scale == "mean":
-        factors = {j: 1 / (1 - j / G) for j in range(best_of, G, best_of)}
+        multiples = range(best_of, G, best_of)  # k, 2k, 3k, ... < G
+        factors = {j: 1 / (1 - j / G) for j in multiples}
     else:
         factors = {best_of: 1}
     weights = []
     for c in range(G - 1, 0, -1):  # from the lowest difference to the highest
         weight = 0
         for j, factor in factors.items():
-            weight += math.comb(G - 1 - c, j - 1) / math.comb(G - 1, j - 1) * factor
+            # An answer that climbs over the difference raises the best of j only if the j - 1 others are below it.
+            choices = math.comb(G - 1, j - 1)  # of the j - 1 others
+            choices_below = math.comb(G - 1 - c, j - 1)
+            weight += choices_below / choices * factor
         weights.append(weight)
     return weights
 
@@ -96,7 +102,7 @@ def advantages_by_rank(groups, weights):
     order: the best answer can get less in it than answers that have nothing there, because the second best had more.
     """
     rewards, order = groups.sum(2).sort(1)  # (B, G)
-    order = order[..., None].expand_as(groups)
+    order = order[..., None].expand_as(groups)  # (B, G, K)
     ordered = groups.gather(1, order)  # (B, G, K)
     is_higher = rewards.diff(dim=1) > 1e-6  # (B, G - 1): than the answer before
     begins = F.pad(is_higher, (1, 0), value=True)  # (B, G): whether an answer is its block's first one
@@ -104,38 +110,42 @@ def advantages_by_rank(groups, weights):
 
     def sum_of_block(x):
         index = block[..., None].expand_as(x)
-        return torch.zeros_like(x).scatter_add(1, index, x).gather(1, index)
+        sums = torch.zeros_like(x).scatter_add(1, index, x)  # the sum of block i in row i
+        return sums.gather(1, index)
 
     means = sum_of_block(ordered) / sum_of_block(torch.ones_like(ordered))  # (B, G, K)
-    weights = torch.tensor([0.0, *weights], dtype=groups.dtype)[:, None]  # (G, 1): there is nothing below the lowest
-    steps = means.diff(dim=1, prepend=means[:, :1])  # (B, G, K)
-    climbed = (weights * steps).cumsum(1)
+    differences = means.diff(dim=1, prepend=means[:, :1])  # (B, G, K): to the answer before, 0 for the lowest
+    weights = [0.0, *weights]  # there is no difference below the lowest
+    weights = torch.tensor(weights, dtype=groups.dtype)[:, None]  # (G, 1)
+    between_blocks = (weights * differences).cumsum(1)  # (B, G, K)
 
-    inside = (~begins)[..., None].to(groups.dtype)  # (B, G, 1)
-    weight_inside = sum_of_block(weights * inside) / sum_of_block(inside).clamp(min=1)
-    paid = climbed + weight_inside * (ordered - means)
-    paid = torch.empty_like(paid).scatter(1, order, paid)  # back in the order of the answers
-    return paid - paid.mean(1, keepdim=True)
+    inside = (~begins)[..., None].to(groups.dtype)  # (B, G, 1): 1 where the difference lies inside a block
+    weight_inside = sum_of_block(weights * inside) / sum_of_block(inside).clamp(min=1)  # (B, G, 1): the mean
+    weighted = between_blocks + weight_inside * (ordered - means)  # (B, G, K)
+    weighted = torch.empty_like(weighted).scatter(1, order, weighted)  # back in the order of the answers
+    return weighted - weighted.mean(1, keepdim=True)
 
 
-def credit(pieces, ends, T):
+def credit(pieces, char_ends, T):
     """values (N, K): what each of K pieces of the reward gave each answer; piece_mask (N, T, K): 1 on tokens it judges.
 
     `pieces`: for each answer its own (name, value, span, span, ...), where a span is a (start, end) of characters.
-    `ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that its
-    last character is in. A piece without spans judges all tokens, the end token included, which is in no span. So does
-    a piece that an answer lacks, whose value is then 0."""
-    names = list(dict.fromkeys(name for own in pieces for name, *_ in own))  # each once, in a fixed order
-    values = np.zeros((len(pieces), len(names)), dtype=np.float32)
-    piece_mask = np.ones((len(pieces), T, len(names)), dtype=np.float32)
+    `char_ends`: for each answer the number of characters up to the end of each token. A token belongs to the span that
+    its last character is in. A piece without spans judges all tokens, the end token included, which is in no span. So
+    does a piece that an answer lacks, whose value is then 0."""
+    all_names = [name for own in pieces for name, *_ in own]
+    names = list(dict.fromkeys(all_names))  # each once, in a fixed order
+    N, K = len(pieces), len(names)
+    values = np.zeros((N, K), dtype=np.float32)
+    piece_mask = np.ones((N, T, K), dtype=np.float32)
     for n, own in enumerate(pieces):
         for name, value, *spans in own:
             k = names.index(name)
             values[n, k] = value
             piece_mask[n, :, k] = 0 if spans else 1
             for start, end in spans:
-                first = bisect_right(ends[n], start)  # the first token that ends after `start`
-                after = bisect_right(ends[n], end)
+                first = bisect_right(char_ends[n], start)  # the first token that ends after `start`
+                after = bisect_right(char_ends[n], end)
                 piece_mask[n, first:after, k] = 1
     return torch.from_numpy(values), torch.from_numpy(piece_mask)
 
@@ -166,7 +176,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)  # (N, T)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
-    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    too_low = ratio < 1 - clip_low
+    too_high = ratio > 1 + clip_high
     if loss == "cispo":
         capped_ratio = ratio.detach().clamp(max=1 + clip_high)
         objective = capped_ratio * advantages * logprobs
@@ -244,9 +255,11 @@ def logprobs_of_logits(logits, tokens, temperature):
     """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T), from logits (N, T, V).
     The entropy has no gradient: it is a metric."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
-    logp = (logits / temperature).log_softmax(-1)
-    entropy = torch.special.entr(logp.detach().exp()).sum(-1)  # entr(p) = -p log p, and 0 at p = 0
-    return logp.gather(-1, tokens[..., None])[..., 0], entropy
+    logp = (logits / temperature).log_softmax(-1)  # (N, T, V)
+    p = logp.detach().exp()  # (N, T, V)
+    entropy = torch.special.entr(p).sum(-1)  # (N, T); entr(p) = -p log p, and 0 at p = 0
+    logprobs = logp.gather(-1, tokens[..., None])[..., 0]  # (N, T)
+    return logprobs, entropy
 
 
 def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2**28):
@@ -255,11 +268,11 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2
     Logits are the largest tensors of all. Their fp32 copies exist for a few rows at a time, and so do the logits
     themselves beyond `most_logits` numbers; the backward pass computes both again."""
     at_once = tokens.numel() * V <= most_logits
-    inputs = head(hidden) if at_once else hidden
+    inputs = head(hidden) if at_once else hidden  # (N, T, V) or (N, T, C)
 
-    def of_rows(inputs, tokens):
-        logits = inputs if at_once else head(inputs)
-        return logprobs_of_logits(logits, tokens, temperature)
+    def of_rows(some_inputs, some_tokens):
+        logits = some_inputs if at_once else head(some_inputs)
+        return logprobs_of_logits(logits, some_tokens, temperature)
 
     if hidden.is_cuda:
         logits_in_a_part = most_logits // 2
@@ -267,7 +280,8 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2
         logits_in_a_part = 2**22  # they fit the caches of a CPU
     else:
         logits_in_a_part = 2**25  # more, as each part adds to the head's gradient
-    rows = max(1, logits_in_a_part // max(1, tokens.shape[1] * V))
+    logits_in_a_row = max(1, tokens.shape[1] * V)
+    rows = max(1, logits_in_a_part // logits_in_a_row)
     logprobs, entropies = [], []
     for some_inputs, some_tokens in zip(inputs.split(rows), tokens.split(rows)):
         logp, entropy = checkpoint(of_rows, some_inputs, some_tokens, use_reentrant=False, preserve_rng_state=False)
@@ -283,9 +297,9 @@ def schedule(step, steps, warmup, kind):
     """What a setting is multiplied by at `step` (from 0): it rises to 1 over the warm-up, then stays or falls to 0."""
     if step < warmup:
         return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
+    progress = (step - warmup) / max(1, steps - warmup)  # from 0 to 1
     if kind == "linear":
-        return 1 - done
+        return 1 - progress
     if kind == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
+        return (1 + math.cos(math.pi * progress)) / 2
     return 1.0

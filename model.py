@@ -85,6 +85,9 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """The residual stream is at least fp32, even where frozen weights are bf16."""
 
+    def reset_parameters(self):
+        pass  # GPT initialises all weights
+
     def forward(self, tokens):
         x = super().forward(tokens)
         return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -100,10 +103,11 @@ class Attention(nn.Module):
     def forward(self, x, layer, attend):
         N, S, C = x.shape
         D = C // self.n_head
-        qkv = self.c_attn(x).view(N, S, 3, self.n_head, D)
+        qkv = self.c_attn(x).view(N, S, 3, self.n_head, D)  # (N, S, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (N, H, S, D)
         heads = attend(layer, q, k, v)  # (N, H, S, D)
-        return self.c_proj(heads.transpose(1, 2).reshape(N, S, C))
+        concatenated = heads.transpose(1, 2).reshape(N, S, C)
+        return self.c_proj(concatenated)
 
 
 def causal_attention(layer, q, k, v):
@@ -112,7 +116,9 @@ def causal_attention(layer, q, k, v):
     fewer_keys = k.shape[1] < q.shape[1]
     if not q.is_cuda:  # on a CPU this kernel's backward takes longer in bf16 than in fp32
         wide = torch.promote_types(dtype, torch.float32)
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+        q = q.to(wide)
+        k = k.to(wide)
+        v = v.to(wide)
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=fewer_keys)
     return heads.to(dtype)
 
@@ -156,7 +162,9 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
         self.attn = Attention(config)
         self.ln_2 = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
-        self.mlp = nn.ModuleDict({"c_fc": Linear(C, 4 * C), "c_proj": Linear(4 * C, C)})
+        self.mlp = nn.ModuleDict()
+        self.mlp["c_fc"] = Linear(C, 4 * C)
+        self.mlp["c_proj"] = Linear(4 * C, C)
 
     def forward(self, x, layer, attend):
         x = x + self.attn(self.ln_1(x), layer, attend)
@@ -185,11 +193,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         V, C = config.vocab_size, config.n_embd
-        self.wte = Embedding(V, C, _weight=torch.empty(V, C))
-        self.wpe = Embedding(config.n_positions, C, _weight=torch.empty(config.n_positions, C))
+        self.wte = Embedding(V, C)
+        self.wpe = Embedding(config.n_positions, C)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, eps=config.layer_norm_epsilon)
-        self.register_buffer("unembedding", None, persistent=False)  # inference copies only, see head()
+        self.register_buffer("unembedding", None, persistent=False)  # inference copies only: head_weight in their dtype
         if not self.wte.weight.is_meta:  # load() fills tensors on the meta device
             self.initialise()
 
@@ -209,7 +217,8 @@ class GPT(nn.Module):
     def forward(self, tokens):
         """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.trunk(tokens, positions, causal_attention))
+        hidden = self.trunk(tokens, positions, causal_attention)  # (N, S, C)
+        return self.head(hidden)
 
     def prefill(self, prompts, lengths):
         """The Prefix of B prompts: `prompts` (B, P) padded on the right, their lengths (B,). Gradients flow through it.
@@ -231,13 +240,17 @@ class GPT(nn.Module):
     def score(self, prompts, lengths, completions):
         """Training: hidden states (N, T, C), from which head() makes the logits of each token of `completions` (N, T),
         whose groups share the prompts (B, P)."""
-        (N, T), B, device = completions.shape, len(prompts), prompts.device
+        B = len(prompts)
+        N, T = completions.shape
+        device = prompts.device
         prefix = self.prefill(prompts, lengths)
         bias = torch.full((T, T), -math.inf, device=device).triu_(1)  # keys that follow their query are not seen
 
         def attend_to_prompt_and_row(layer, q, k, v):
-            own_k, own_v = grouped(k, B, k.shape[1]), grouped(v, B, v.shape[1])
-            return shared_attention(q, own_k, own_v, bias, *prefix.layers[layer], prefix.bias)
+            own_k = grouped(k, B, k.shape[1])  # (B, H, G, T, D)
+            own_v = grouped(v, B, v.shape[1])
+            prompt_k, prompt_v = prefix.layers[layer]
+            return shared_attention(q, own_k, own_v, bias, prompt_k, prompt_v, prefix.bias)
 
         first_inputs = prefix.last_tokens.repeat_interleave(N // B, 0)  # (N, 1)
         inputs = torch.cat([first_inputs, completions[:, :-1]], 1)  # (N, T)
@@ -250,16 +263,21 @@ class GPT(nn.Module):
         B = len(prefix.lengths)
         count = cache[0][0].shape[3]
         slots = torch.arange(count, device=tokens.device)
-        bias = torch.where(slots[None] <= t, 0.0, -math.inf)  # slots that are not written yet must not be seen
+        is_written = slots[None] <= t  # (1, slots)
+        bias = torch.where(is_written, 0.0, -math.inf)  # slots that are not written yet must not be seen
 
         def attend_to_prompt_and_cache(layer, q, k, v):
-            for cached, new in zip(cache[layer], (k, v)):
-                new = grouped(new, B, new.shape[1]).to(cached.dtype)
-                cached.index_copy_(3, t, new)
-            return shared_attention(q, *cache[layer], bias, *prefix.layers[layer], prefix.bias)
+            own_k, own_v = cache[layer]  # (B, H, G, slots, D)
+            new_k = grouped(k, B, k.shape[1])  # (B, H, G, 1, D)
+            own_k.index_copy_(3, t, new_k.to(own_k.dtype))
+            new_v = grouped(v, B, v.shape[1])
+            own_v.index_copy_(3, t, new_v.to(own_v.dtype))
+            prompt_k, prompt_v = prefix.layers[layer]
+            return shared_attention(q, own_k, own_v, bias, prompt_k, prompt_v, prefix.bias)
 
         positions = self.position_ids(prefix, len(tokens), t)
-        return self.head(self.trunk(tokens, positions, attend_to_prompt_and_cache))[:, 0]
+        hidden = self.trunk(tokens, positions, attend_to_prompt_and_cache)  # (N, 1, C)
+        return self.head(hidden)[:, 0]
 
     def position_ids(self, prefix, N, t):
         """Positions (N, T) of the inputs `t` of each row, of which number 0 is its prompt's last token. A row beyond
@@ -281,17 +299,20 @@ class GPT(nn.Module):
                 x = block(x, layer, attend)
         return x
 
-    head_weight = property(lambda self: self.wte.weight)  # (V, C)
+    @property
+    def head_weight(self):
+        return self.wte.weight  # (V, C): GPT-2's head is tied to its embeddings
 
     def head(self, x):
+        """Logits (N, S, V) from hidden states (N, S, C)."""
         weight = self.head_weight if self.unembedding is None else self.unembedding
         return F.linear(x.to(self.dtype), weight.to(self.dtype))
 
     def set_compute_dtype(self, dtype):
         """Matrix products are in `dtype` from now on; weights, residuals and layer norms stay as they are."""
-        for layer in self.modules():
-            if isinstance(layer, Linear | GPT):
-                layer.dtype = dtype
+        for module in self.modules():
+            if isinstance(module, Linear | GPT):
+                module.dtype = dtype
         return self
 
     def inference_copy(self, dtype):
@@ -299,16 +320,16 @@ class GPT(nn.Module):
         that are cast once and not at every token. It shares with this model all weights that need no cast: in fp32,
         all of them."""
         with torch.device("meta"):
-            twin = type(self)(self.config)
+            copy = type(self)(self.config)
             if self.lora:
-                lora.add_empty(twin, self.lora)
-        twin.load_state_dict(self.state_dict(), assign=True)
-        for layer in twin.modules():
-            if isinstance(layer, Linear):
-                layer.to(dtype)
-        twin.unembedding = self.head_weight.detach().to(dtype)
-        twin.tokenizer = self.tokenizer
-        return twin.set_compute_dtype(dtype).requires_grad_(False)
+                lora.add_empty(copy, self.lora)
+        copy.load_state_dict(self.state_dict(), assign=True)  # the same tensors, not copies of them
+        for module in copy.modules():
+            if isinstance(module, Linear):
+                module.to(dtype)
+        copy.unembedding = self.head_weight.detach().to(dtype)
+        copy.tokenizer = self.tokenizer
+        return copy.set_compute_dtype(dtype).requires_grad_(False)
 
     @torch.no_grad()
     def sync_from(self, model):
@@ -321,26 +342,41 @@ class GPT(nn.Module):
 
     @staticmethod
     def read_config(folder):
-        file, defaults = folder / "config.json", asdict(GPTConfig())
+        file = folder / "config.json"
         content = files.read_json(file)
+        defaults = asdict(GPTConfig())
         del defaults["extra"]
         values = {name: content.get(name, default) for name, default in defaults.items()}
-        bounds = dict.fromkeys(("vocab_size", "n_positions", "n_embd"), files.SIZE)
-        bounds |= {"n_layer": files.LAYERS, "n_head": files.HEADS, "layer_norm_epsilon": files.SMALL}
-        files.check_numbers(file, values, bounds | {"eos_token_id": (int, 0, 2**24)})
-        supported = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
-        supported |= dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
-        files.check_supported(file, content, supported | {"n_inner": (None, 4 * values["n_embd"])})
+        bounds = {
+            "vocab_size": files.SIZE,
+            "n_positions": files.SIZE,
+            "n_embd": files.SIZE,
+            "n_layer": files.LAYERS,
+            "n_head": files.HEADS,
+            "layer_norm_epsilon": files.SMALL,
+            "eos_token_id": (int, 0, 2**24),
+        }
+        files.check_numbers(file, values, bounds)
+        supported = {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "n_inner": (None, 4 * values["n_embd"]),
+        }
+        files.check_supported(file, content, supported)
         if values["n_embd"] % values["n_head"]:
             fail(f"{file}: n_embd {values['n_embd']} is not a multiple of n_head {values['n_head']}.")
-        extra = {name: value for name, value in content.items() if name not in values and name not in REWRITTEN}
+        known = {*values, *REWRITTEN}
+        extra = {name: value for name, value in content.items() if name not in known}
         return GPTConfig(**values, extra=extra)
 
     def write_config(self):
         """A model that is no longer GPT-2 says so, so that transformers does not load it as GPT-2."""
         has_gpt2s_tensors = len(self.state_dict()) == 12 * self.config.n_layer + 4
         if type(self) is not GPT:
-            name, model_type = type(self).__name__, type(self).__name__.lower()
+            name = type(self).__name__
+            model_type = name.lower()
         elif has_gpt2s_tensors:
             name, model_type = "GPT2LMHeadModel", "gpt2"
         else:
@@ -375,16 +411,23 @@ class GPT(nn.Module):
         config = cls.read_config(folder)
         with torch.device("meta"):  # no memory and no random numbers: each parameter comes from the file or is missing
             model = cls(config)
-        weights = files.check_weights(folder, model.from_file(files.read_weights(folder)))
-        found = {name: p.to(dtype if p.ndim == 2 else torch.float32).contiguous() for name, p in weights.items()}
-        head = found.pop("lm_head.weight", None)
-        if head is not None and not ("wte.weight" in found and torch.equal(head, found["wte.weight"])):
-            fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to them; use a "
-                 "model with a tied head.")  # fmt: skip
+        weights = model.from_file(files.read_weights(folder))
+        weights = files.check_weights(folder, weights)
+        tensors = {}
+        for name, p in weights.items():
+            is_matrix = p.ndim == 2
+            tensors[name] = p.to(dtype if is_matrix else torch.float32).contiguous()
+        head = tensors.pop("lm_head.weight", None)
+        if head is not None:
+            embeddings = tensors.get("wte.weight")
+            if embeddings is None or not torch.equal(head, embeddings):
+                fail(f"{folder}: lm_head.weight differs from the embeddings, but this model's head is tied to "
+                     "them; use a model with a tied head.")  # fmt: skip
         try:
-            model.load_state_dict(found, assign=True)  # each tensor, and no other
+            model.load_state_dict(tensors, assign=True)  # each tensor, and no other
         except RuntimeError as error:  # "Error(s) in loading state_dict for GPT: ..."
-            fail(f"{folder}: the weights do not match config.json: {' '.join(str(error).split()[6:]):.300}")
+            reason = " ".join(str(error).split()[6:])
+            fail(f"{folder}: the weights do not match config.json: {reason:.300}")
         model.requires_grad_(True)
         model.tokenizer = config.tokenizer = Tokenizer.load(folder)  # a task finds it in the config
         if model.tokenizer.vocab_size > config.vocab_size:

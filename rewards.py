@@ -61,16 +61,17 @@ def load(source, config):
 
 
 def load_positions(source):
-    found = positions.load_unfinished(source)
-    warn_of_missing_labels(found)
-    return positions.split(found)
+    """(training positions, held-out positions), without the ones with a mate in one that load() adds."""
+    loaded = positions.load_unfinished(source)
+    warn_of_missing_labels(loaded)
+    return positions.split(loaded)
 
 
-def warn_of_missing_labels(found):
-    unknown = sum(not p.moves for p in found)
+def warn_of_missing_labels(ordinary):
+    unknown = sum(not position.moves for position in ordinary)
     if unknown and not stockfish.find():
-        parallel.log(f"warning: {unknown} of {len(found)} positions have no labels, so good moves earn nothing there: "
-                     "install Stockfish, or label them with tools.chess_label.")  # fmt: skip
+        parallel.log(f"warning: {unknown} of {len(ordinary)} positions have no labels, so good moves get no reward "
+                     "there: install Stockfish, or label them with tools.chess_label.")  # fmt: skip
 
 
 def make_questions(items, count, rng, config):
@@ -99,14 +100,15 @@ def make_questions(items, count, rng, config):
     return questions + [first_question("mates", p, text_format) for p in mates]
 
 
-def draw_ordinary(found, count, moves, rng):
-    """`count` positions. The last `moves` are for questions about moves, and CHECK_SHARE of these are in check, or fewer
-    if eight times as many positions, drawn at random, do not hold that many."""
-    drawn = positions.draw(found, min(8 * count, len(found)), rng)
-    others, drawn = drawn[: count - moves], drawn[count - moves :]
-    checks = [p for p in drawn if chess.Board(p.fen).is_check()]
-    checks = checks[: round(CHECK_SHARE * moves)]
-    others += [p for p in drawn if p not in checks]
+def draw_ordinary(ordinary, count, n_moves, rng):
+    """`count` positions. The last `n_moves` are for questions about moves, and CHECK_SHARE of these are in check, or
+    fewer if eight times as many positions, drawn at random, do not hold that many."""
+    drawn = positions.draw(ordinary, min(8 * count, len(ordinary)), rng)
+    others = drawn[: count - n_moves]
+    about_moves = drawn[count - n_moves :]
+    checks = [p for p in about_moves if chess.Board(p.fen).is_check()]
+    checks = checks[: round(CHECK_SHARE * n_moves)]
+    others += [p for p in about_moves if p not in checks]
     return others[: count - len(checks)] + checks
 
 
@@ -116,14 +118,14 @@ def question(text, config):
     words = text.split()
     has_move = len(words) > 4 and not words[-1].isdigit()  # a FEN's counters are digits
     move = words.pop() if has_move else ""
-    board = positions.typed_board(" ".join(words))
-    fen = board.fen()
+    typed = positions.typed_board(" ".join(words))
+    fen = typed.fen()
     if move:
         if not UCI.fullmatch(move):
-            move = positions.typed_move(board, move)
+            move = positions.typed_move(typed, move)
         prompt = environment_prompt(fen, move, [move], text_format)
         return Question("environment", prompt, transition(fen, move))
-    if not any(board.legal_moves):
+    if not any(typed.legal_moves):
         fail(f"no move is legal in {fen}; ask about another position, or add a move.")
     return policy_question(positions.Position(fen, (), ()), text_format)
 
@@ -198,7 +200,7 @@ def first_question(kind, position, text_format):
 
 
 def answers(question):
-    """A first move can be any legal one; others earn next to nothing. The space that ends a move belongs to it."""
+    """A first move can be any legal one; for others the reward is next to nothing. The space that ends a move belongs to it."""
     if question.kind not in FIRST_WEIGHTS:
         return []
     return [" " * question.stop_after + move + " " for move in question.truth["legal"]]
@@ -240,7 +242,7 @@ def transition(fen, move):
 MALFORMED = -0.3
 MAX_CHARACTERS = 4096  # a longer answer is malformed and not read; a right one is not a tenth as long
 MAX_PAWNS = 10.0  # evaluations count up to here: beyond it, and at a mate, a game is won
-# Cost of an illegal, repeated or sixth candidate. A legal one earns 1, so a list pays if over 20 % of it is legal.
+# Cost of an illegal, repeated or sixth candidate. A legal one gives 1, so a list helps if over 20 % of it is legal.
 WASTED = 0.25
 
 # The ladder of the best move: legal < top5 < best. Each rung outweighs everything else that can be earned (clean to
@@ -310,15 +312,17 @@ def find_words(text, separators=" "):
 def parse_policy(text):
     """(structure, answer) of `M: moves E: numbers B: move`. The answer is (moves, numbers, best, words after it), each
     with its span, or None if the headers are in order but what is between them cannot be read."""
-    found = find_words(text)
-    words = [word for word, _ in found]
+    words_and_spans = find_words(text)
+    words = [word for word, _ in words_and_spans]
     if not words or words[0] != "M:" or "E:" not in words:
         return False, None
     e = words.index("E:")
     if "B:" not in words[e:]:
         return False, None
     b = words.index("B:", e)
-    moves, numbers, rest = found[1:e], found[e + 1 : b], found[b + 1 :]
+    moves = words_and_spans[1:e]
+    numbers = words_and_spans[e + 1 : b]
+    rest = words_and_spans[b + 1 :]
     if not moves or not rest or len(moves) != len(numbers):
         return True, None
     best, rest = rest[0], rest[1:]
@@ -364,9 +368,11 @@ def grade_policy(question, text):
     pieces.append(("parse", weights["parse"]))
     pieces.append(("clean", weights["clean"] * (not rest)))
 
-    # Each place in the list is worth the same, and a longer list makes each worth less: listing more moves pays no more.
+    # Each candidate counts the same, and a longer list makes each count less: listing more moves gains nothing.
     wanted = min(5, len(legal))
-    places = max(wanted, len(moves))
+    per_candidate = {
+        name: weights[name] / max(wanted, len(moves)) for name in ("candidates_legal", "candidates", "evals")
+    }
     useful, errors = set(), {}
     for i, (move, move_span) in enumerate(moves):
         number, number_span = numbers[i]
@@ -378,9 +384,9 @@ def grade_policy(question, text):
             errors[move] = pawns_apart(number, five[move])
         legal_share = 1 if is_new else -WASTED
         evals_share = 1 / (1 + errors[move]) if is_found else 0.0
-        pieces.append((f"candidates_legal {i}", weights["candidates_legal"] / places * legal_share, move_span))
-        pieces.append((f"candidates {i}", weights["candidates"] / places * is_found, move_span))
-        pieces.append((f"evals {i}", weights["evals"] / places * evals_share, number_span))
+        pieces.append((f"candidates_legal {i}", per_candidate["candidates_legal"] * legal_share, move_span))
+        pieces.append((f"candidates {i}", per_candidate["candidates"] * is_found, move_span))
+        pieces.append((f"evals {i}", per_candidate["evals"] * evals_share, number_span))
     distinct = {move for move, _ in moves}
     metrics["candidates_legal"] = len(distinct.intersection(legal)) / len(moves)
     if errors:
@@ -396,7 +402,8 @@ def grade_policy(question, text):
     if best in five:
         top = max(five.values())
         metrics["move_error"] = pawns_apart(top, five[best])  # in pawns
-        metrics["top5"], metrics["best"] = 1.0, five[best] == top  # one of two mates in one is as good as the other
+        metrics["top5"] = 1.0
+        metrics["best"] = five[best] == top  # one of two mates in one is as good as the other
         shares |= {"loss": 1 / (1 + metrics["move_error"]), "best": metrics["best"]}
     for name, share in shares.items():
         pieces.append((name, weights[name] * share, *best_spans))

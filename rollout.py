@@ -63,9 +63,13 @@ class Rollout:
     def select(self, groups, P, T):
         """Some of the groups, cut to P prompt tokens and T completion tokens."""
         G = self.group_size
-        answers = [answer for b in groups for answer in self.answers[b * G : (b + 1) * G]]
-        groups = torch.as_tensor(groups, device=self.prompts.device)
-        rows = (groups[:, None] * G + torch.arange(G, device=groups.device)).flatten()
+        answers = []
+        for b in groups:
+            answers += self.answers[b * G : (b + 1) * G]
+        device = self.prompts.device
+        groups = torch.as_tensor(groups, device=device)
+        first_rows = groups[:, None] * G  # (number of groups, 1)
+        rows = (first_rows + torch.arange(G, device=device)).flatten()
         return replace(
             self,
             prompts=self.prompts[groups, :P],
@@ -89,19 +93,22 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
     at_once = max(1, max_rows // group_size) if max_rows else len(questions)
     alike = {}  # {(kind, stop, stop_after): indices of questions}
     for i, question in enumerate(questions):
-        alike.setdefault((question.kind, question.stop, question.stop_after), []).append(i)
+        key = question.kind, question.stop, question.stop_after
+        alike.setdefault(key, []).append(i)
     for indices in alike.values():
         for first in range(0, len(indices), at_once):
             some = indices[first : first + at_once]
-            own_noise = None if noise is None else noise[some]  # (B, G, T)
-            yield sample_alike(model, [questions[i] for i in some], group_size, limits, temperature, own_noise)
+            some_questions = [questions[i] for i in some]
+            some_noise = None if noise is None else noise[some]  # (B, G, T)
+            yield sample_alike(model, some_questions, group_size, limits, temperature, some_noise)
 
 
 def sample_alike(model, questions, group_size, limits, temperature, noise):
     """The Rollout of questions that have the same kind and stop."""
-    kind, _, _, stop, stop_after = questions[0]
+    kind, _, _, stop, stop_after = questions[0]  # as of all the others
     prompts = [prompt_ids(question.prompt, model.tokenizer) for question in questions]
-    longest, room = max(map(len, prompts)), model.config.n_positions
+    longest = max(map(len, prompts))
+    room = model.config.n_positions
     if longest >= room:
         fail(f"a prompt of {longest} tokens leaves no room for an answer in the model's {room} positions; use shorter "
              "prompts.")  # fmt: skip
@@ -112,20 +119,23 @@ def sample_alike(model, questions, group_size, limits, temperature, noise):
     rollout = generate(model, prompts, group_size, most_new, temperature, noise, stop_tokens)
 
     lengths = rollout.completion_mask.sum(1).tolist()
-    rows = zip(rollout.completions.tolist(), lengths, rollout.hit_limit.tolist())
-    for n, (tokens, length, hit_limit) in enumerate(rows):
-        text, char_ends = detokenize(model.tokenizer, tokens[:length])
-        rollout.answers.append(Answer(questions[n // group_size], text, char_ends, hit_limit))
+    hit_limit = rollout.hit_limit.tolist()
+    for n, tokens in enumerate(rollout.completions.tolist()):
+        text, char_ends = detokenize(model.tokenizer, tokens[: lengths[n]])
+        question = questions[n // group_size]
+        rollout.answers.append(Answer(question, text, char_ends, hit_limit[n]))
     return rollout
 
 
 @functools.cache
 def end_tokens(tokenizer, kind, stop, stop_after):
     """The tokens that end an answer: {token: the first t at which it does}; t counts the answer's tokens from 0."""
-    stops = [token for token, text in tokenizer.token_bytes.items() if stop and stop.encode() in text]
-    if stop and not stops:
-        fail(f"no token of the model contains {stop!r}, the stop of {kind} questions, so it would end no answer; use "
-             "another stop, or none.")  # fmt: skip
+    stops = []
+    if stop:
+        stops = [token for token, text in tokenizer.token_bytes.items() if stop.encode() in text]
+        if not stops:
+            fail(f"no token of the model contains {stop!r}, the stop of {kind} questions, so it would end no answer; "
+                 "use another stop, or none.")  # fmt: skip
     return dict.fromkeys(stops, stop_after) | dict.fromkeys(tokenizer.ends, 0)
 
 
@@ -147,7 +157,8 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     is greedy. `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers
     (N, max(most_new)), drawn here if not given. `stop_tokens`: as end_tokens() returns them; if not given,
     config.json's end token."""
-    device, T = model.wte.weight.device, max(most_new)
+    device = model.wte.weight.device
+    T = max(most_new)
     on_cuda = device.type == "cuda"
     prompts, lengths = pad_prompts(prompts, device)
     prefix = model.prefill(prompts, lengths)
@@ -167,10 +178,11 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
             break
 
     # A row that has ended was decoded on, as all rows have one shape. The mask takes out what it drew after its end.
-    places = torch.arange(T, device=device)
-    is_end = places >= rows.end_from[rows.tokens]  # (N, T)
+    token_index = torch.arange(T, device=device)
+    is_end = token_index >= rows.end_from[rows.tokens]  # (N, T)
     ends_before = is_end.cumsum(1) - is_end.long()  # (N, T)
-    mask = (ends_before == 0) & (places < rows.most_new[:, None])  # up to the first end, or to the limit
+    is_below_limit = token_index < rows.most_new[:, None]  # (N, T)
+    mask = (ends_before == 0) & is_below_limit  # up to the first end, or to the limit
     hit_limit = ~(is_end & mask).any(1)  # (N,)
     padding = max(0, model.config.eos_token_id)  # -1 if the model has no end token
     longest = int(mask.any(0).sum())  # GPU sync
@@ -228,7 +240,9 @@ def empty_cache(prefix, group_size):
 
 
 def with_more_slots(cache, count):
-    return [[F.pad(x, (0, 0, 0, count)) for x in layer] for layer in cache]
+    """The cache with `count` empty slots after those it has."""
+    padding = (0, 0, 0, count)  # F.pad begins with the last dimension: nothing around D, `count` after the slots
+    return [[F.pad(x, padding) for x in layer] for layer in cache]
 
 
 def decode_step(model, prefix, cache, rows, temperature):
@@ -237,13 +251,15 @@ def decode_step(model, prefix, cache, rows, temperature):
     if temperature == 0:
         token = logits.argmax(-1)  # (N,)
     else:
-        logp = (logits.float() / temperature).log_softmax(-1)
+        logp = (logits.float() / temperature).log_softmax(-1)  # (N, V)
         uniform = rows.noise.index_select(1, rows.t)[:, 0]  # (N,)
-        token = draw(logp, uniform)
-        rows.logprobs.index_copy_(1, rows.t, logp.gather(1, token[:, None]))
+        token = draw(logp, uniform)  # (N,)
+        token_logp = logp.gather(1, token[:, None])  # (N, 1)
+        rows.logprobs.index_copy_(1, rows.t, token_logp)
     rows.tokens.index_copy_(1, rows.t, token[:, None])
-    goes_on = (rows.t < rows.end_from[token]) & (rows.t + 1 < rows.most_new)
-    rows.alive.logical_and_(goes_on)
+    goes_on = rows.t < rows.end_from[token]  # (N,) the token does not end its row
+    has_room = rows.t + 1 < rows.most_new  # (N,)
+    rows.alive.logical_and_(goes_on & has_room)
     rows.newest.copy_(token[:, None])
     rows.t.add_(1)
 
@@ -266,8 +282,9 @@ def pad_prompts(prompts, device):
 def draw(logprobs, uniform):
     """A token (N,) from each row of log-probabilities (N, V), by a uniform number (N,): the first token at which the
     cumulative probability exceeds it."""
-    cumulative = logprobs.exp().cumsum_(-1)
-    target = uniform[:, None] * (1 - 1e-6) * cumulative[:, -1:]  # the factor keeps it below the last sum
+    cumulative = logprobs.exp().cumsum_(-1)  # (N, V)
+    total = cumulative[:, -1:]  # (N, 1), about 1
+    target = uniform[:, None] * (1 - 1e-6) * total  # (N, 1); the factor keeps it below the total
     token = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return token.clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
 
@@ -279,38 +296,57 @@ def microbatches(rollout, most_tokens, has_kl):
     run for metrics, in parts of their own."""
     B, G = len(rollout.prompts), rollout.group_size
     longest = rollout.completion_mask.sum(1).view(B, G).amax(1)  # (B,) tokens of each group's longest answer
-    is_idle = (rollout.advantages == 0).view(B, -1).all(1) & (not has_kl)  # (B,) groups without a gradient
-    per_group = torch.stack([rollout.prompt_lengths, longest, is_idle.long()])  # (3, B)
-    prompt_tokens, answer_tokens, is_idle = per_group.tolist()  # GPU sync; now lists with an entry for each group
+    is_zero = (rollout.advantages == 0).view(B, -1).all(1)  # (B,) groups whose advantages are all 0
+    has_gradient = ~is_zero | has_kl  # (B,)
+    per_group = torch.stack([rollout.prompt_lengths, longest, has_gradient.long()])  # (3, B)
+    # One GPU sync for all three, which are now lists with an entry for each group
+    prompt_tokens, answer_tokens, has_gradient = per_group.tolist()
     if rollout.completions.is_cuda:
-        distinct = [G] * B
+        distinct_counts = [G] * B  # all are computed
     else:
-        distinct = [len(distinct_rows(group, 1)[0]) for group in rollout.completions.split(G)]
+        distinct_counts = [len(distinct_rows(group, 1)[0]) for group in rollout.completions.split(G)]
+
+    def padded_lengths(groups):
+        P = max(prompt_tokens[b] for b in groups)
+        T = max(answer_tokens[b] for b in groups)
+        return P, T
 
     def padded_tokens(groups):
-        prompt, answer = max(prompt_tokens[b] for b in groups), max(answer_tokens[b] for b in groups)
-        return len(groups) * (prompt + answer * max(distinct[b] for b in groups))
+        P, T = padded_lengths(groups)
+        U = max(distinct_counts[b] for b in groups)
+        return len(groups) * (P + U * T)
+
+    def fits(b, groups):
+        """Whether group b can join the groups of a part."""
+        is_alike = has_gradient[b] == has_gradient[groups[0]]
+        return is_alike and padded_tokens([*groups, b]) <= most_tokens
+
+    order = sorted(range(B), key=lambda b: (not has_gradient[b], answer_tokens[b], distinct_counts[b]))
+    groups_of_parts = []
+    for b in order:
+        if groups_of_parts and fits(b, groups_of_parts[-1]):
+            groups_of_parts[-1].append(b)
+        else:
+            groups_of_parts.append([b])
 
     parts = []
-    for b in sorted(range(B), key=lambda b: (is_idle[b], answer_tokens[b], distinct[b])):
-        fits = parts and is_idle[b] == is_idle[parts[-1][0]] and padded_tokens([*parts[-1], b]) <= most_tokens
-        if fits:
-            parts[-1].append(b)
-        else:
-            parts.append([b])
-    result = []
-    for groups in parts:
-        part = rollout.select(groups, max(prompt_tokens[b] for b in groups), max(answer_tokens[b] for b in groups))
-        part.has_gradient = not is_idle[groups[0]]
-        result.append(part)
-    return result
+    for groups in groups_of_parts:
+        P, T = padded_lengths(groups)
+        part = rollout.select(groups, P, T)
+        part.has_gradient = bool(has_gradient[groups[0]])
+        parts.append(part)
+    return parts
 
 
 def distinct_rows(completions, B):
     """Equal answers of a group are computed once: completions (N, T) -> the distinct ones of each group (B·U, T),
     padded to the U of the group that has most, and for each of the N rows its index among them (N,)."""
-    groups = [group.unique(dim=0, return_inverse=True) for group in completions.unflatten(0, (B, -1))]
-    distinct = pad_sequence([rows for rows, _ in groups], batch_first=True)  # (B, U, T)
+    distinct, inverse = [], []
+    for group in completions.unflatten(0, (B, -1)):  # (G, T)
+        distinct_of_group, inverse_of_group = group.unique(dim=0, return_inverse=True)  # (up to U, T), (G,)
+        distinct.append(distinct_of_group)
+        inverse.append(inverse_of_group)
+    distinct = pad_sequence(distinct, batch_first=True)  # (B, U, T)
     U = distinct.shape[1]
-    index = [b * U + place for b, (_, place) in enumerate(groups)]
+    index = [b * U + inverse_of_group for b, inverse_of_group in enumerate(inverse)]
     return distinct.flatten(0, 1), torch.cat(index)

@@ -196,7 +196,8 @@ def my_questions(items, step, config):
     """This process's share of the step's questions, and the noise for their answers."""
     rng = random.Random(f"{SEED}/{0 if OVERFIT else step}")
     questions = draw_questions(task, items, BATCH_POSITIONS, rng, config)
-    noise = sampling_noise(len(questions), GROUP_SIZE, random.Random(f"{SEED}/{step}/noise").getrandbits(60))
+    seed = random.Random(f"{SEED}/{step}/noise").getrandbits(60)  # a number made from the text, as torch takes no text
+    noise = sampling_noise(len(questions), GROUP_SIZE, seed)
     return questions[my_share()], noise[my_share()]
 
 
@@ -222,8 +223,8 @@ def add_advantages(rollout, credit, step=0):
         pieces = [answer.grade.pieces for answer in answers]
     else:
         pieces = [[("reward", answer.grade.reward)] for answer in answers]
-    ends = [answer.char_ends for answer in answers]
-    values, piece_mask = grpo.credit(pieces, ends, rollout.completions.shape[1])  # (N, K), (N, T, K)
+    char_ends = [answer.char_ends for answer in answers]
+    values, piece_mask = grpo.credit(pieces, char_ends, rollout.completions.shape[1])  # (N, K), (N, T, K)
     if CONTROL == "shuffle":  # each answer gets the values of a random one in its group
         values = values[shuffled(answers, rollout.group_size, f"{SEED}/{step}/")]
     by_piece = grpo.advantages(values, rollout.group_size, SCALE_REWARDS, best_of_at(step))  # (N, K)
@@ -287,12 +288,14 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
         model.zero_grad(set_to_none=True)
     is_finite = torch.stack([p.isfinite().all() for p in weights]).all()
 
-    # The first epoch measures the weights that sampled; the last one shows how far the updates moved from them.
-    first, last = per_token(epochs[0]), per_token(epochs[-1])
     metrics = {"loss": epochs[0]["loss"], "tokens": int(epochs[0]["tokens"]), "skipped": skipped}
     metrics["broken"] = not is_finite
-    metrics |= {name: value for name, value in first.items() if name.endswith(("logprob_gap", "kl", "entropy"))}
-    metrics |= {name: last[name] for name in ("ratio_gap", "clip_low", "clip_high")}
+    for name, value in per_token(epochs[0]).items():  # the first epoch measures the weights that sampled
+        if name.endswith(("logprob_gap", "kl", "entropy")):
+            metrics[name] = value
+    for name, value in per_token(epochs[-1]).items():  # the last one shows how far the updates moved from them
+        if name in ("ratio_gap", "clip_low", "clip_high"):
+            metrics[name] = value
     metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
     return metrics
 
@@ -446,7 +449,7 @@ def answer_questions(model, questions, temperature, group_size=1):
     rollouts = sample(model, questions[my_share()], group_size, task.LIMITS, temperature, noise, most_rows)
     rollouts = tqdm(rollouts, "evaluation", leave=False, disable=parallel.rank() > 0 or None)  # None: not in a file
     graded = [answer for rollout in rollouts for answer in grade_answers(task, rollout.answers)]
-    by_question = {}  # the answers to each question, which may have been asked twice
+    by_question = {}  # answers come process by process and kind by kind; a question may have been asked twice
     for answer in parallel.gather(graded):
         by_question.setdefault((answer.question.kind, answer.question.prompt), []).append(answer)
     return [by_question[q.kind, q.prompt].pop(0) for q in questions for _ in range(group_size)]
@@ -571,13 +574,14 @@ def plan_memory(model, questions):
 def finish(run, model, optimizers, eval_questions, stop_signals):
     """The last evaluation, the trained model with its card, the verdict and the report. A run that a signal has stopped
     is not evaluated again. A red verdict fails the program, so that a script notices; a report that fails does not."""
-    lead, stopped = parallel.rank() == 0, bool(stop_signals) and run.step < STEPS
+    is_lead = parallel.rank() == 0
+    stopped = bool(stop_signals) and run.step < STEPS
     if not stopped:
         if "after" not in run.skill:
             evaluate_and_record(run, model, eval_questions, "after")
-        if lead:
+        if is_lead:
             run.save(model, optimizers)
-    if lead:
+    if is_lead:
         lora.merged(model).save(run.out / "model")
         if LORA_RANK:
             lora.save(model, run.out / "adapters")
@@ -592,7 +596,7 @@ def finish(run, model, optimizers, eval_questions, stop_signals):
     if stopped:
         parallel.log(f"stopped after step {run.step}; {continuation(OUT_DIR, FRESH)}")
         sys.exit(128 + stop_signals[0])
-    if lead and outcome[0].startswith("● red"):
+    if is_lead and outcome[0].startswith("● red"):
         sys.exit(1)
     parallel.finish()
 

@@ -84,7 +84,7 @@ class Llama(GPT):
     def __init__(self, c):
         nn.Module.__init__(self)  # not GPT's modules
         self.config = c
-        self.wte = Embedding(c.vocab_size, c.n_embd, _weight=torch.empty(c.vocab_size, c.n_embd))
+        self.wte = Embedding(c.vocab_size, c.n_embd)
         self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = nn.RMSNorm(c.n_embd, c.epsilon)
         self.lm_head = None if c.tied else nn.Parameter(torch.empty(c.vocab_size, c.n_embd))
