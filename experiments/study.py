@@ -66,10 +66,10 @@ def models_in(folder):
     return found
 
 
-def policy_of(model, questions, kept):
+def policy_of(model, questions, kept, device):
     """The compare.Policy of a model folder, from the file where it was kept if there is one."""
     if not kept.exists():
-        found = compare.policy(architectures.load(model).to(train.DEVICE), questions)
+        found = compare.policy(architectures.load(model).to(device), questions)
         np.savez_compressed(kept, **found._asdict())
     with np.load(kept) as arrays:
         return compare.Policy(**arrays)
@@ -131,15 +131,16 @@ def main():
     p.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of the runs; DATA names the positions")
     a = p.parse_args()
     settings.finish("python -m experiments.study", a.settings)
-    hardware.prepare(train.DEVICE, "float32")
+    device, _ = hardware.prepare(train.DEVICE, "float32")
     found = models_in(a.folder) or fail(f"{a.folder} has no runs such as plain/seed-0.")
     source = train.MODEL or start_folder(train.task)
     questions = compare.listed_questions(architectures.load(source).config, training=False, most=None)
     questions = [question for question in questions if question.question.kind == KIND]
     kept = f"policy-{len(questions)}.npz"
-    start = policy_of(source, questions, a.folder / kept)
+    start = policy_of(source, questions, a.folder / kept, device)
     models = {
-        name: [policy_of(model, questions, model.with_name(kept)) for model in some] for name, some in found.items()
+        name: [policy_of(model, questions, model.with_name(kept), device) for model in some]
+        for name, some in found.items()
     }
 
     skills, changes = {}, {}
