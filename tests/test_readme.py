@@ -165,7 +165,7 @@ def test_each_command_of_the_readme_works(line, fresh_copy):
 
 def test_the_readme_has_the_commands_that_this_file_runs():
     text = "\n".join(commands())
-    assert text.count("./train.sh") >= 3 and "tools.ask" in text and "tools.evaluate" in text
+    assert text.count("./train.sh") >= 2 and "tools.ask" in text and "tools.evaluate" in text
     assert "RookWorld-LM" not in text and "Qwen" not in text and "games out" not in text
 
 
