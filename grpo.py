@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-LOSSES = ("grpo", "dapo", "dr_grpo", "cispo")
+LOSSES = {"grpo": "answers", "dapo": "tokens", "dr_grpo": "limit", "cispo": "tokens"}  # what each is a mean over
 LOSS_SUMS = ("ratio_gap", "clip_low", "clip_high")  # what policy_loss sums over tokens, for metrics
+SCALES = ("none", "std", "mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -32,13 +33,17 @@ def advantages(values, group_size, scale="none", best_of=1):
     """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
 
     By default an advantage is a value minus its group's mean, and exactly 0 where all values of a group are alike.
-    scale="std" also divides by the standard deviation of the group's rewards, as GRPO was introduced (Shao et al.,
-    2024, DeepSeekMath); that favours questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and
-    best_of=k pay more for what is rare, see weights_by_rank().
+    (RLOO, which subtracts the mean of the other answers, is the same times G/(G-1).) scale="std" also divides by the
+    standard deviation of the group's rewards, as GRPO was introduced (Shao et al., 2024, DeepSeekMath); that favours
+    questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k give what is rare more
+    weight, see weights_by_rank().
     """
+    if scale not in SCALES:
+        raise ValueError(f"{scale!r} is no way to scale rewards; there are {', '.join(SCALES)}.")
     groups = values.unflatten(0, (-1, group_size))  # (B, G, K)
-    result = groups - groups.mean(1, keepdim=True)
-    if scale == "mean" or best_of > 1:
+    if scale != "mean" and best_of == 1:
+        result = groups - groups.mean(1, keepdim=True)
+    else:
         weights = weights_by_rank(group_size, scale, best_of)
         result = advantages_by_rank(groups, weights)
     if scale == "std":
@@ -204,17 +209,17 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 def loss_normalizer(mask, loss, max_completion_tokens):
     """The divisor of a sum over these rows. Like gradients, it adds up over microbatches, kinds and processes."""
     rows = torch.full((), len(mask), device=mask.device)  # torch.tensor would be a GPU sync
-    if loss == "grpo":
+    if LOSSES[loss] == "answers":
         return rows
-    if loss == "dr_grpo":
+    if LOSSES[loss] == "limit":
         return rows * max_completion_tokens
-    return mask.sum()  # the other losses are means over tokens
+    return mask.sum()
 
 
 def aggregate(per_token, mask, loss, normalizer):
-    """Reduces values (N, T) to one number, as `loss` does; also for the KL term beside a policy loss."""
+    """Reduces values (N, T) to one number, as `loss` does; also for the KL term."""
     per_row = torch.where(mask.bool(), per_token, 0).sum(1)  # (N,)
-    if loss == "grpo":
+    if LOSSES[loss] == "answers":
         per_row = per_row / mask.sum(1).clamp(min=1)
     return per_row.sum() / normalizer
 
@@ -244,18 +249,26 @@ def kl(logprobs, ref_logprobs, mask, estimator):
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
-    return torch.expm1(-log_ratio) + log_ratio  # expm1: near p = q the difference of two numbers close to 1 is noise
+    if estimator == "k3":
+        log_ratio = log_ratio.clamp(min=-MAX_LOG_RATIO)
+        return torch.expm1(-log_ratio) + log_ratio  # expm1: near p = q, a difference of numbers close to 1 is noise
+    raise ValueError(f"{estimator!r} is not a KL estimator; there are {', '.join(KL_ESTIMATORS)}.")
 
 
 # ---- Logprobs and entropy ----------------------------------------------------------------------------------
 
 
-def logprobs_of_logits(logits, tokens, temperature):
-    """Logprobs of the tokens (N, T) and entropies of softmax(logits / temperature), both (N, T), from logits (N, T, V).
-    The entropy has no gradient: it is a metric."""
+def distribution(logits, temperature):
+    """Logprobs (..., V) of the next token, for the sampler and the loss alike. To sample in another way, such as top-p,
+    change this function alone; a token that has been sampled must keep a finite logprob."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
-    logp = (logits / temperature).log_softmax(-1)  # (N, T, V)
+    return (logits / temperature).log_softmax(-1)
+
+
+def logprobs_of_logits(logits, tokens, temperature):
+    """Logprobs of the tokens and entropies of the distribution, both (N, T), from logits (N, T, V). The entropy has no
+    gradient: it is a metric. (To train it, use -(p * logp).sum(-1): where p is 0, the gradient of entr is NaN.)"""
+    logp = distribution(logits, temperature)  # (N, T, V)
     p = logp.detach().exp()  # (N, T, V)
     entropy = torch.special.entr(p).sum(-1)  # (N, T); entr(p) = -p log p, and 0 at p = 0
     logprobs = logp.gather(-1, tokens[..., None])[..., 0]  # (N, T)

@@ -334,7 +334,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def sync_from(self, model):
         """Copies the weights of `model`, which have changed since this copy was made."""
-        lora.load_trained(self, lora.trained(model))
+        lora.load_trained_state(self, lora.trained_state(model))
         if not self.lora:  # which leaves the head as it is
             self.unembedding.copy_(model.head_weight)
 

@@ -418,7 +418,7 @@ def grade_first(question, text):
     move, weights = match[1] if match else "", FIRST_WEIGHTS[question.kind]
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
-    pieces = [(name, weights[name] * reached) for name, reached in metrics.items()]
+    pieces = [(name, weights[name] * reached) for name, reached in metrics.items() if name in weights]
     if question.kind == "moves" and "best" not in metrics:
         metrics["unlabelled"] = True
     return pieces, metrics

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo import distribution
 from nanorook.settings import fail
 from nanorook.task import prompt_ids
 
@@ -251,11 +252,11 @@ def decode_step(model, prefix, cache, rows, temperature):
     if temperature == 0:
         token = logits.argmax(-1)  # (N,)
     else:
-        logp = (logits.float() / temperature).log_softmax(-1)  # (N, V)
+        logp = distribution(logits, temperature)  # (N, V)
         uniform = rows.noise.index_select(1, rows.t)[:, 0]  # (N,)
         token = draw(logp, uniform)  # (N,)
         token_logp = logp.gather(1, token[:, None])  # (N, 1)
-        rows.logprobs.index_copy_(1, rows.t, token_logp)
+        rows.logprobs.index_copy_(1, rows.t, token_logp.float())
     rows.tokens.index_copy_(1, rows.t, token[:, None])
     goes_on = rows.t < rows.end_from[token]  # (N,) the token does not end its row
     has_room = rows.t + 1 < rows.most_new  # (N,)
@@ -289,15 +290,15 @@ def draw(logprobs, uniform):
     return token.clamp(max=logprobs.shape[1] - 1)  # for NaN it is V
 
 
-def microbatches(rollout, most_tokens, has_kl):
+def microbatches(rollout, most_tokens, all_have_gradient):
     """The rollout in parts of whole groups: those with a gradient first, then by their longest answer. A part has at
     most `most_tokens`, padding included (on a CPU, equal answers of a group count once); a larger group is a part of
-    its own. With a KL every group has a gradient, otherwise only those whose advantages are not all 0; the others are
-    run for metrics, in parts of their own."""
+    its own. Unless `all_have_gradient`, groups whose advantages are all 0 have none; these are run for metrics, in
+    parts of their own."""
     B, G = len(rollout.prompts), rollout.group_size
     longest = rollout.completion_mask.sum(1).view(B, G).amax(1)  # (B,) tokens of each group's longest answer
     is_zero = (rollout.advantages == 0).view(B, -1).all(1)  # (B,) groups whose advantages are all 0
-    has_gradient = ~is_zero | has_kl  # (B,)
+    has_gradient = ~is_zero | all_have_gradient  # (B,)
     per_group = torch.stack([rollout.prompt_lengths, longest, has_gradient.long()])  # (3, B)
     # One GPU sync for all three, which are now lists with an entry for each group
     prompt_tokens, answer_tokens, has_gradient = per_group.tolist()

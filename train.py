@@ -29,9 +29,14 @@ import time
 import torch
 from tqdm import tqdm
 
+from nanorook import settings
+
+if __name__ == "__main__":
+    settings.read_user()  # before the first setting; when imported, train.py keeps the defaults
+
 import architectures
 import grpo
-from nanorook import hardware, loggers, lora, monitor, parallel, report, settings, sizes
+from nanorook import hardware, loggers, lora, monitor, parallel, report, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
@@ -47,9 +52,6 @@ from nanorook.task import (
 )
 from nanorook.verdict import card, in_lines, verdict
 from rollout import distinct_rows, microbatches, sample
-
-if __name__ == "__main__":
-    settings.read_user()  # only as a program: when imported, train.py keeps the defaults
 
 # A task's DEFAULTS, and those for the size of the model in nanorook/sizes.py, replace the defaults below. --help shows
 # what they are for this task and model.
@@ -85,7 +87,7 @@ MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled 
 heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "what a token is credited with: the components of the reward that judge it (piece), or the whole reward as in plain GRPO (answer)", one_of=("piece", "answer"))
-SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=("none", "std", "mean"))
+SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=grpo.SCALES)
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
@@ -152,8 +154,7 @@ def main():
             fail_if(monitor.check_answers(metrics, task.LIMITS))
         time_graded = time.perf_counter()
 
-        # Loss, gradient, guard, optimizer. A snapshot is of the weights that sampled: "going back" below keeps it as
-        # run.good if they prove sound.
+        # Loss, gradient, guard, optimizer. The snapshot is of the weights that sampled, see "going back" below
         snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         set_learning_rates(optimizers, factor)
@@ -255,7 +256,8 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     """Makes EPOCHS updates from the answers of a step; returns metrics. Each update sums the gradients of all
     microbatches, the `parts`, of at most `most_tokens` tokens. With `check`, the run ends if sampler, policy and
     reference disagree, before any weight has changed."""
-    parts = [part for rollout in rollouts for part in microbatches(rollout, most_tokens, KL_COEF > 0)]
+    all_have_gradient = KL_COEF > 0  # the KL's; without it, a group whose advantages are 0 has none
+    parts = [part for rollout in rollouts for part in microbatches(rollout, most_tokens, all_have_gradient)]
     device, limit = model.wte.weight.device, max(task.LIMITS.values())
     normalizer = torch.zeros((), dtype=torch.long, device=device)  # also of a process that has no question
     for part in parts:
@@ -332,10 +334,9 @@ def add_gradient(model, reference, part, normalizer, is_first_epoch):
         if reference:
             with torch.no_grad():
                 part.ref_logprobs, _ = forward(reference, part, TEMPERATURE)
-    loss, sums = loss_and_sums(logprobs, part, normalizer, KL_COEF)
+    loss, sums = loss_and_sums(logprobs, entropy, part, normalizer, KL_COEF)
     if part.has_gradient:
         loss.backward()
-    sums["entropy"] = torch.where(part.completion_mask, entropy, 0).sum()
     return sums
 
 
@@ -366,7 +367,7 @@ def compiled_score(architecture):
     return torch.compile(architecture.score, dynamic=True) if wanted else architecture.score
 
 
-def loss_and_sums(logprobs, part, normalizer, kl_coef):
+def loss_and_sums(logprobs, entropy, part, normalizer, kl_coef):
     """What a part adds to the loss, and sums over its tokens for the metrics."""
     mask, old_logprobs = part.completion_mask, part.old_logprobs
     loss, sums = grpo.policy_loss(
@@ -390,6 +391,7 @@ def loss_and_sums(logprobs, part, normalizer, kl_coef):
         # Whatever KL_ESTIMATOR is, k2 is measured: a single token can blow up k3's mean.
         measured["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()
     sums |= measured | {f"{part.kind}/{name}": value for name, value in measured.items()}
+    sums["entropy"] = torch.where(mask, entropy, 0).sum()
     sums["loss"] = loss.detach()
     return loss, sums
 

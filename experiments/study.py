@@ -21,6 +21,7 @@ import architectures
 import train
 from nanorook import hardware
 from nanorook.settings import ROOT, fail
+from nanorook.statistics import with_interval
 from nanorook.task import start_folder
 from tools import compare, exact
 from tools.sweep import as_lines
@@ -43,9 +44,6 @@ SETTINGS = {  # folder: its name for people
 }
 COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #56b4e9 #999999 #f0e442".split()
 TRIES = 2 ** np.arange(11)  # the k of the curves of pass@k
-SKILLS = {"most likely answer right": "greedy", "other answers": "other"} | {
-    f"pass@{k}": f"pass@{k}" for k in exact.TRIES
-}
 CHANGES = {
     "α of the nearest sharpened start": "α",
     "explained by sharpening, all": "explained by it",
@@ -75,11 +73,32 @@ def policy_of(model, questions, kept, device):
         return compare.Policy(**arrays)
 
 
-def table_of(rows, columns):
-    """Rows [name, cell] of each setting as a table with a row for each setting; `columns` are {row's name: heading}."""
-    wanted = [name for name in columns if any(name in dict(some) for some in rows.values())]
-    body = [[setting, *(dict(some).get(name, "") for name in wanted)] for setting, some in rows.items()]
-    return [["%", *(columns[name] for name in wanted)], *body]
+def skills(policy):
+    """{name: (Q,)} of the whole policy: a greedy answer right, pass@k, and the probability of unlisted answers."""
+    found = (policy.whole * policy.right).sum(1)
+    of_k = {f"pass@{k}": exact.pass_at_k(found, k) for k in exact.TRIES}
+    greedy = compare.is_top(policy.right, policy).astype(float)
+    return {"greedy": greedy} | of_k | {"other": 1 - policy.whole.sum(1)}
+
+
+def skill_rows(start, models):
+    """The start's skills in percent, and what each setting gains, in points, position by position."""
+    before = skills(start)
+    rows = [["", *before], ["start, %", *(f"{100 * values.mean():.1f}" for values in before.values())]]
+    for title, policies in models.items():
+        after = [skills(policy) for policy in policies]
+        gains = [compare.over_models([one[name] - before[name] for one in after]) for name in before]
+        rows.append([title, *(with_interval(100 * mean, 100 * half, "+.1f") for mean, half in gains)])
+    return rows
+
+
+def change_rows(start, models):
+    """What became of the start's policy, with a row for each setting."""
+    rows = [["%, but α", *CHANGES.values()]]
+    for title, policies in models.items():
+        cells = dict(compare.change_rows(start, policies))
+        rows.append([title, *(cells.get(name, "–") for name in CHANGES)])
+    return rows
 
 
 def draw_pass_at_k(start, models, file):
@@ -143,16 +162,12 @@ def main():
         for name, some in found.items()
     }
 
-    skills, changes = {}, {}
-    for name, policies in models.items():
-        title = f"{name}, {len(policies)} seeds" if len(policies) > 1 else f"{name}, one seed"
-        rows = compare.policy_rows(start, policies)
-        skills["start"] = [(row[0], row[1]) for row in rows]
-        skills[title] = [(row[0], row[2]) for row in rows]
-        changes[title] = compare.change_rows(start, policies)
-    for file, rows, columns in (("exact-skill", skills, SKILLS), ("exact-change", changes, CHANGES)):
-        record = as_lines({"rows": table_of(rows, columns)})
-        (ROOT / "experiments" / f"{file}.json").write_text(record)
+    seeds = {
+        name: f"{name}, {len(some)} seeds" if len(some) > 1 else f"{name}, one seed" for name, some in models.items()
+    }
+    titled = {seeds[name]: policies for name, policies in models.items()}
+    for file, rows in (("exact-skill", skill_rows(start, titled)), ("exact-change", change_rows(start, titled))):
+        (ROOT / "experiments" / f"{file}.json").write_text(as_lines({"rows": rows}))
     pictured = {name: some for name, some in models.items() if "groups" not in name and "exact" not in name}
     draw_pass_at_k(start, pictured, ROOT / "docs" / "pass-at-k.svg")
     draw_policies(start, {name: pictured[name] for name in ("plain", "best of 4")}, ROOT / "docs" / "policies.svg")

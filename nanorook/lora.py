@@ -89,19 +89,19 @@ def add(model, rank, seed, base):
         adapter.B.data.zero_()
 
 
-def trained(model):
+def trained_state(model):
     """{name: tensor} of what training changes: the adapters if the model has any, otherwise all weights."""
     weights = model.state_dict()
     return {name: p for name, p in weights.items() if model.lora is None or ".adapter." in name}
 
 
 @torch.no_grad()
-def load_trained(model, weights):
-    """Gives the model what trained() has taken from one like it."""
+def load_trained_state(model, weights):
+    """Gives the model what trained_state() has taken from one like it."""
     if model.lora is None:
         model.load_state_dict(weights)
         return
-    for name, p in trained(model).items():
+    for name, p in trained_state(model).items():
         p.copy_(weights[name])
 
 

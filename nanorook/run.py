@@ -137,7 +137,7 @@ class Run:
 
     def snapshot(self, model, optimizers):
         """Everything that go_back() restores, in host memory."""
-        return to_host({"weights": lora.trained(model), "moments": [o.state_dict()["state"] for o in optimizers]})
+        return to_host({"weights": lora.trained_state(model), "moments": [o.state_dict()["state"] for o in optimizers]})
 
     def go_back(self, model, optimizers, lr_factor):
         """Restores the last good state. The learning rate is lowered, as the run would fail again with the same one."""
@@ -154,7 +154,7 @@ class Run:
         folder = self.out / f"step-{self.step:06d}"
         unfinished = self.out / ".unfinished" / folder.name
         trainer = {name: getattr(self, name) for name in self.kept} | {"settings": settings.values()}
-        trainer |= {"model": lora.trained(model), "optimizer": [o.state_dict()["state"] for o in optimizers]}
+        trainer |= {"model": lora.trained_state(model), "optimizer": [o.state_dict()["state"] for o in optimizers]}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         if model.lora:
             lora.save(model, unfinished)
@@ -222,7 +222,7 @@ def restore(model, optimizers, weights, moments):
     if len(moments) != len(optimizers):
         fail(f"this run was started with {len(moments)} optimizer(s), but make_optimizers returns {len(optimizers)}; "
              "start over with FRESH=1.")  # fmt: skip
-    lora.load_trained(model, weights)
+    lora.load_trained_state(model, weights)
     for optimizer, state in zip(optimizers, moments):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

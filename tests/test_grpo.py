@@ -351,7 +351,7 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
         return value + 0.3 * grpo.aggregate(kl_weights[:, None] * grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
     def of_kind(kind, x):
-        return train.loss_and_sums(x[rows[kind]], parts[kind], total, train.KL_COEF)
+        return train.loss_and_sums(x[rows[kind]], torch.zeros_like(x[rows[kind]]), parts[kind], total, train.KL_COEF)
 
     ours = loss_and_gradient(lambda x: sum(of_kind(kind, x)[0] for kind in rows), logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))
@@ -441,10 +441,14 @@ def test_what_the_mask_hides_never_counts(loss):
     assert run(logprobs, old, ref, weights)[0].isnan()  # a NaN that counts is not hidden
 
 
-def test_a_loss_that_does_not_exist_is_refused():
-    logprobs, old, _, advantages, mask, _ = made_up()
+def test_a_loss_scale_or_estimator_that_does_not_exist_is_refused():
+    logprobs, old, ref, advantages, mask, _ = made_up()
     with pytest.raises(ValueError, match="'ppo' is not a policy loss; there are grpo, dapo, dr_grpo, cispo"):
-        grpo.policy_loss(logprobs, old, advantages, mask, **settings("ppo", mask))
+        grpo.policy_loss(logprobs, old, advantages, mask, **settings("dapo", mask) | {"loss": "ppo"})
+    with pytest.raises(ValueError, match="'var' is no way to scale rewards; there are none, std, mean"):
+        grpo.advantages(torch.zeros(4, 1), 4, scale="var")
+    with pytest.raises(ValueError, match="'k4' is not a KL estimator; there are k1, k2, k3"):
+        grpo.kl(logprobs, ref, mask, "k4")
 
 
 def test_stats_and_importance_weights_by_hand():

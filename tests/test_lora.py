@@ -162,7 +162,7 @@ def test_the_seed_determines_the_adapters(toy_model):
     def A(seed):
         model = architectures.load(toy_model)
         lora.add(model, 2, seed, toy_model)
-        return {name: p for name, p in lora.trained(model).items() if name.endswith(".A")}
+        return {name: p for name, p in lora.trained_state(model).items() if name.endswith(".A")}
 
     assert equal(A(0), A(0)) and not equal(A(0), A(1))
 

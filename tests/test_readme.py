@@ -101,11 +101,11 @@ def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
 
 
 def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
-    """Put where the text says: in place of the line of `moves`, and beneath the one of `top5`."""
+    """Put where the text says: in place of the line of `moves`, and beneath the one of `legal`."""
     readme, source = ((ROOT / name).read_text() for name in ("README.md", "rewards.py"))
     weights, rung = re.search(r'( +"moves": .*\n)( +rungs\["takes"\].*\n)', readme).groups()
     source, replaced = re.subn(r' +"moves": \{.*\n', weights, source)
-    source, added = re.subn(r'( +rungs \|= \{"top5".*\n)', rf"\g<1>{rung}", source)
+    source, added = re.subn(r'( +rungs = \{"legal".*\n)', rf"\g<1>{rung}", source)
     assert (replaced, added) == (1, 1)
     changed = types.ModuleType("changed")
     changed.__file__ = str(ROOT / "rewards.py")
@@ -173,8 +173,9 @@ def test_the_lines_of_a_loss_are_a_loss():
     """Put where the text says. While the policy is the one that sampled, all losses have the same gradient; after an
     update this one has no ratio."""
     readme, source = ((ROOT / name).read_text() for name in ("README.md", "grpo.py"))
-    branch, name = re.search(r'( {4}elif loss == ("\w+"):\n(?: {8}.*\n)+)', readme).groups()
-    source, named = re.subn(r"(\nLOSSES = \(.*)\)", rf"\g<1>, {name})", source)
+    entry, name = re.search(r'`(("\w+"): "tokens")`', readme).groups()
+    branch = re.search(r"( {4}elif loss == .*\n(?: {8}.*\n)+)", readme)[1]
+    source, named = re.subn(r"(\nLOSSES = \{.*)\}", rf"\g<1>, {entry}}}", source)
     source, added = re.subn(r"( {4}else:\n {8}raise ValueError\(f.{loss)", rf"{branch}\g<1>", source)
     assert (named, added) == (1, 1)
     changed = types.ModuleType("changed")

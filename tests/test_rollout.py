@@ -128,9 +128,10 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     asked = [question._replace(stop=chr(stop), stop_after=stop_after) for question in asked]
     [rollout] = sample(policy, asked, 8, limits, noise=noise)
     mask, answers = rollout.completion_mask, rollout.answers
-    logprobs = train.forward(policy, rollout, train.TEMPERATURE)[0].detach().requires_grad_()
+    logprobs, entropy = train.forward(policy, rollout, train.TEMPERATURE)
+    logprobs = logprobs.detach().requires_grad_()
     rollout.advantages, rollout.old_logprobs = torch.ones_like(logprobs), logprobs.detach()
-    train.loss_and_sums(logprobs, rollout, mask.sum(), train.KL_COEF)[0].backward()
+    train.loss_and_sums(logprobs, entropy, rollout, mask.sum(), train.KL_COEF)[0].backward()
     stopped = (plain.completions == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T
     assert len(rows) > 2 and stopped[:, :2].any()

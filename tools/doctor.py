@@ -92,7 +92,7 @@ def run_checks(model, reference, optimizers, questions):
     most = train.plan_memory(model, questions)
     kinds = {}
     for rollout in rollouts:  # questions of one kind may stop at different texts
-        kinds.setdefault(rollout.kind, []).extend(microbatches(rollout, most, has_kl=True))
+        kinds.setdefault(rollout.kind, []).extend(microbatches(rollout, most, all_have_gradient=True))
 
     @torch.no_grad()
     def logprobs(parts):  # (tokens,)

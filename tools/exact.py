@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo import distribution
 from nanorook.settings import fail
 from nanorook.statistics import figure, is_share
 from nanorook.task import Question, prompt_ids, prompt_text
@@ -124,8 +125,8 @@ def part_of(model, limits, questions, places):
 
 def logprobs(model, part, temperature):
     """The log-probability (B, R) of each answer; without meaning where part.real is False."""
-    logits = model.head(model.score(part.prompts, part.lengths, part.tokens)).float()  # (N, T, V)
-    logp = (logits / temperature).log_softmax(-1)
+    logits = model.head(model.score(part.prompts, part.lengths, part.tokens))  # (N, T, V)
+    logp = distribution(logits, temperature)
     by_token = logp.gather(-1, part.tokens[..., None])[..., 0]  # (N, T)
     t = torch.arange(part.tokens.shape[1], device=part.tokens.device)
     before = torch.where(t < part.last[:, None], by_token, 0).sum(1)  # (N,)

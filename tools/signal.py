@@ -127,7 +127,7 @@ def gradients(model, reference, rollouts):
         group = rollout.select([b], rollout.prompt_lengths[b], longest)
         for cut in cuts:
             part = rows_of_group(group, cut)
-            logprobs, _ = train.forward(model, part, train.TEMPERATURE)
+            logprobs, entropy = train.forward(model, part, train.TEMPERATURE)
             part.old_logprobs = logprobs.detach()
             if reference:
                 with torch.no_grad():
@@ -138,7 +138,7 @@ def gradients(model, reference, rollouts):
                 part.answers = paid
                 train.add_advantages(part, credit)
                 if part.advantages.any() or (reference and kl_coef):
-                    loss, _ = train.loss_and_sums(logprobs, part, 1.0, kl_coef)
+                    loss, _ = train.loss_and_sums(logprobs, entropy, part, 1.0, kl_coef)
                     gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
                     found[name][place] += project(gradient) / (G // len(some))
     return {SET: found[SET], **found}
