@@ -27,6 +27,7 @@ from tools import compare, exact
 from tools.sweep import as_lines
 
 matplotlib.use("svg")
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "nanorook"}  # texts stay texts, and ids the same
 from matplotlib import pyplot  # noqa: E402
 
 KIND = "mates"
@@ -42,7 +43,8 @@ SETTINGS = {  # folder: its name for people
     "g8-best-of-4": "groups of 8, best of 4",
     "control": "shuffled control of plain",
 }
-COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #56b4e9 #999999 #f0e442".split()
+COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #882255 #44aa99 #f0e442 #56b4e9 #999999".split()
+COLOURS = dict(zip(["start", *SETTINGS.values()], COLOURS))
 TRIES = 2 ** np.arange(11)  # the k of the curves of pass@k
 CHANGES = {
     "α of the nearest sharpened start": "α",
@@ -105,9 +107,9 @@ def draw_pass_at_k(start, models, file):
     """The curves of pass@k, each the mean over a setting's seeds."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     curves = {"start": [start]} | models
-    for (name, policies), colour in zip(curves.items(), COLOURS):
+    for name, policies in curves.items():
         rates = [[100 * exact.pass_at_k((p.whole * p.right).sum(1), k).mean() for k in TRIES] for p in policies]
-        axes.plot(TRIES, np.mean(rates, 0), label=name, color=colour, ls="--" if name == "start" else "-")
+        axes.plot(TRIES, np.mean(rates, 0), label=name, color=COLOURS[name], ls="--" if name == "start" else "-")
     axes.axvline(train.GROUP_SIZE, color="#bbb", lw=1)
     axes.set(xscale="log", xlabel="k", ylabel="pass@k, %", xticks=TRIES[::2], xticklabels=map(str, TRIES[::2]))
     axes.minorticks_off()
@@ -130,10 +132,10 @@ def draw_policies(start, models, file):
 def draw_front(start, models, file):
     """pass@1 and pass@16 of each model."""
     figure, axes = pyplot.subplots(figsize=(5.5, 4))
-    for (name, policies), colour in zip(({"start": [start]} | models).items(), COLOURS):
+    for name, policies in ({"start": [start]} | models).items():
         found = [(p.whole * p.right).sum(1) for p in policies]
         points = [[100 * exact.pass_at_k(rates, k).mean() for rates in found] for k in (1, 16)]
-        axes.scatter(*points, label=name, color=colour, s=24)
+        axes.scatter(*points, label=name, color=COLOURS[name], s=24)
     axes.set(xlabel="pass@1, %", ylabel="pass@16, %")
     axes.legend(frameon=False, fontsize=8)
     save(figure, file)

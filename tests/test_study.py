@@ -1,0 +1,43 @@
+"""The tables and pictures of docs/what-rl-does.md, from policies that are known."""
+
+import numpy as np
+import pytest
+
+from experiments import study
+from tools import compare
+
+RIGHT = np.array([[True, False, False], [False, True, False]])
+
+
+def policy(*rows):
+    return compare.Policy(np.array(rows), RIGHT, np.ones_like(RIGHT))
+
+
+START = policy((0.2, 0.5, 0.3), (0.3, 0.1, 0.5))  # no most likely answer is right; 0.1 of the second is unlisted
+AFTER = policy((0.6, 0.2, 0.2), (0.7, 0.1, 0.2))  # the first one is found, a wrong answer of the second gains 0.4
+
+
+def test_gains_are_taken_position_by_position():
+    head, start, gain = study.skill_rows(START, {"run": [AFTER]})
+    assert dict(zip(head, start))["pass@1"] == "15.0" and dict(zip(head, start))["other"] == "5.0"
+    assert dict(zip(head, gain))["greedy"].startswith("+50.0 ±") and dict(zip(head, gain))["pass@1"].startswith(
+        "+20.0 ±"
+    )
+    _, _, both = study.skill_rows(START, {"two seeds": [AFTER, AFTER]})
+    assert dict(zip(head, both))["pass@1"].startswith("+20.0 ±")
+
+
+def test_what_moved_is_counted():
+    head, row = study.change_rows(START, {"run": [AFTER]})
+    counted = dict(zip(head, row))
+    assert counted["mate likelier"].startswith("50.0 ±")  # that of the second fell, of what is listed
+    assert counted["a wrong move gained"].startswith("50.0 ±")
+
+
+@pytest.mark.parametrize("draw", [study.draw_pass_at_k, study.draw_policies, study.draw_front])
+def test_a_picture_names_its_settings_and_is_the_same_each_time(draw, tmp_path):
+    files = tmp_path / "first.svg", tmp_path / "second.svg"
+    for file in files:
+        draw(START, {"plain": [AFTER], "best of 4": [AFTER, AFTER]}, file)
+    first, second = (file.read_text() for file in files)
+    assert first == second and "best of 4" in first
