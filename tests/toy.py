@@ -110,18 +110,26 @@ def some_rows(rollout, rows):
 
 
 NO_REPORT = "nanorook.report.write", mock.Mock(return_value="no report")  # which takes a part of a second
+BEGUN = []  # runs that have not ended: what was broken off holds its folder until its frames are collected
+
+
+def begin(out):
+    if BEGUN:
+        gc.collect()
+    BEGUN[:] = [out]
 
 
 def run(out, task=sys.modules[__name__], **changes):
     """train.main() in this process, with these settings; its rows() without the clock."""
     import train
 
-    gc.collect()  # a run that was broken off holds its folder no longer
+    begin(out)
     with pytest.MonkeyPatch.context() as patch:
         set_all(patch, {**SETTINGS, "OUT_DIR": str(out), **changes}, task)
         patch.setattr(*NO_REPORT)
         patch.setattr(sys, "argv", ["train.py"])
         train.main()
+    BEGUN.clear()
     return rows(out)
 
 
@@ -134,8 +142,9 @@ def main(out, **changes):
         patch.setattr(*NO_REPORT)
         patch.setattr(sys, "argv", ["train.py", *arguments])
         try:
-            gc.collect()
+            begin(out)
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            BEGUN.clear()
         except SystemExit as end:
             return end.code
 
