@@ -1,6 +1,5 @@
 """The loop learns, and what it learns is what the reward pays for (invariants 11 and 12), on examples/letters.py."""
 
-import functools
 import random
 import types
 
@@ -20,8 +19,6 @@ def start(tmp_path_factory):
     """The start model, made afresh: the one in runs/ may be of another day."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(letters, "START", tmp_path_factory.mktemp("letters") / "start")
-        few = functools.partial(letters.make_start_model, steps=200)  # a third, after which the form is known as well
-        patch.setattr(letters, "make_start_model", few)
         yield GPT.load(letters.start_model())
 
 
