@@ -214,7 +214,7 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, rank, dty
             p.data = p.data.to(dtype) if p.ndim == 2 else p.data  # as it is loaded
         lora.add(model, rank, 0, "")
 
-    def count(B, G=4, P=30, T=20):
+    def count(B, G=8, P=30, T=20):
         prompts = torch.ones(B, P, dtype=torch.long)
         tokens = torch.arange(B * G * T).view(-1, T) % model.config.vocab_size  # no answer twice
         rollout, kept = Rollout(prompts, torch.full((B,), P), tokens, tokens >= 0, None, None), []
