@@ -110,13 +110,14 @@ def some_rows(rollout, rows):
 
 
 NO_REPORT = "nanorook.report.write", mock.Mock(return_value="no report")  # which takes a part of a second
-BEGUN = []  # runs that have not ended: what was broken off holds its folder until its frames are collected
+BROKEN_OFF = set()  # the folders of runs that have not ended
 
 
 def begin(out):
-    if BEGUN:
+    """A run that was broken off holds its folder until its frames are collected, which takes a part of a second."""
+    if str(out) in BROKEN_OFF:
         gc.collect()
-    BEGUN[:] = [out]
+    BROKEN_OFF.add(str(out))
 
 
 def run(out, task=sys.modules[__name__], **changes):
@@ -129,7 +130,7 @@ def run(out, task=sys.modules[__name__], **changes):
         patch.setattr(*NO_REPORT)
         patch.setattr(sys, "argv", ["train.py"])
         train.main()
-    BEGUN.clear()
+    BROKEN_OFF.remove(str(out))
     return rows(out)
 
 
@@ -144,7 +145,7 @@ def main(out, **changes):
         try:
             begin(out)
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-            BEGUN.clear()
+            BROKEN_OFF.remove(str(out))
         except SystemExit as end:
             return end.code
 
