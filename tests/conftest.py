@@ -28,8 +28,9 @@ from rook import positions, stockfish
 from tools import chess_texts as texts
 
 load, embedded = positions.load, functools.cache(positions.load)
-# Reading the embedded positions takes more than a second, and a dozen tests want them.
-positions.load = lambda source: [*embedded(source)] if source == "builtin" else load(source)
+# Reading the project's own positions takes more than a second, and a dozen tests want them.
+OWN = ("builtin", str(toy.ROOT / "data/test.txt.gz"))
+positions.load = lambda source: [*embedded(source)] if source in OWN else load(source)
 
 
 def pytest_collection_finish():
@@ -76,7 +77,7 @@ def model(hf_folder):
 
 @pytest.fixture(scope="session")
 def chess_lines():
-    prompt, completion, some = rewards.policy_prompt, texts.policy_completion, positions.load("builtin")[:500]
+    prompt, completion, some = rewards.policy_prompt, texts.policy_completion, positions.load("builtin")[:300]
     return [prompt(p.fen, "rookworld") + completion(p.fen, p.moves, "rookworld") for p in some]
 
 

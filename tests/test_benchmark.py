@@ -18,7 +18,7 @@ from tools import chess_texts as texts
 from tools.chess_label import write_position
 
 POSITIONS = positions.load("builtin")[:6000]
-HELD_OUT = positions.split(POSITIONS)[1]
+HELD_OUT = positions.split(POSITIONS)[1][:120]
 LABELS = {position.fen: position.moves for position in POSITIONS}
 
 

@@ -172,12 +172,16 @@ def test_the_seed_determines_the_adapters(toy_model):
 RUN = dict(LORA_RANK=4, LR=0.01, LR_SCHEDULE="constant", KL_COEF=0.1, EVAL_EVERY=0)
 
 
-@pytest.mark.parametrize("changes", [dict(EPOCHS=2), dict(DTYPE="bfloat16", MICROBATCH_TOKENS=60)])
+RUNS = [("gpt2", dict(DTYPE="bfloat16", MICROBATCH_TOKENS=60)), ("qwen2", {})]
+
+
+@pytest.mark.parametrize("folder, changes", RUNS, indirect=["folder"])
 def test_a_run_trains_adapters_alone_and_resumes_exactly(folder, toy_run, tmp_path, changes):
     settings = RUN | changes | dict(MODEL=str(folder))
     rows = toy_run("whole", STEPS=3, **settings)
     exact = "DTYPE" not in changes
-    assert rows[0]["logprob_gap"] < (1e-4 if exact else 0.05) and rows[2]["kl"] > 0
+    assert rows[0]["logprob_gap"] < (1e-4 if exact else 0.05)
+    assert rows[0]["kl"] == 0 and rows[0]["grad_norm"] > 0 and rows[2]["kl"] > 0
     toy_run("parts", STEPS=1, **settings)
     assert toy_run("parts", STEPS=3, **settings) == rows
     names = ["model/model.safetensors", "adapters/adapter_model.safetensors"]
@@ -194,12 +198,6 @@ def test_a_run_trains_adapters_alone_and_resumes_exactly(folder, toy_run, tmp_pa
     rounded = {name for name, p in start.state_dict().items() if not exact and p.ndim == 2}  # the frozen model is bf16
     matrices = {f"{name}.weight" for name in lora.matrices(start)}
     assert matrices <= changed <= matrices | rounded
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kl_is_exactly_0_before_the_first_update(folder, toy_run, dtype):
-    [row] = toy_run(STEPS=1, MODEL=str(folder), **RUN, DTYPE=dtype)
-    assert row["kl"] == 0 and row["grad_norm"] > 0
 
 
 def test_without_a_reward_nothing_moves(toy_run, toy_model, tmp_path):

@@ -563,7 +563,7 @@ def judge_made(count, canary):
 @needs_ocaml
 def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(canary):
     process = toplevel().pid
-    for refused, verdict in judge_made(300, canary):
+    for refused, verdict in judge_made(100, canary):
         assert verdict == Verdict() if refused else verdict.typed
     assert toplevel().pid == process
 

@@ -266,65 +266,80 @@ def test_two_hundred_and_fifty_six_different_answers_take_seconds(problems):
 
 FORGED = "".join(f"{len(text)}\n{text}" for text in ("parses", "typed", *["=5"] * 6, "end"))
 EVERY_FILE = "for file = 1 to 31 do try ignore (Unix.write_substring (Obj.magic file) s 0 n) with _ -> () done"
-HACKS = {
-    "= is always true": ("let squares _ = 7 let ( = ) _ _ = true", 0, 1),
-    "= of a module that is opened": ("open struct let ( = ) _ _ = true end let squares _ = 7", 0, 1),
-    "compare and Stdlib": ("module Stdlib = struct let compare _ _ = 0 let ( = ) _ _ = true end "
-                           "include Stdlib let squares _ = 7", 0, 1),
-    "the counter of passes": ("let squares _ = 5 let incr r = r := 6", 0, 1),
-    "the counter begins at six": ("let squares _ = 7 let ref _ = ref 6", 0, 1),
-    "the counter is read as six": ("let squares _ = 7 let ( ! ) _ = 6", 0, 1),
-    "Printf says six": ('let squares _ = 7 module Printf = struct let printf _ _ = print_string "passed 6" end', 0, 1),
-    "exit 0": ("let squares _ = 7 let () = exit 0", 0, 1),
-    "exit 0 in the function": ("let squares _ = exit 0", 0, 1),
-    "the end by a primitive": ("external stop : int -> 'a = \"caml_sys_exit\" let squares _ = stop 0", 0, 1),
-    "at_exit": ('let squares _ = 7 let () = at_exit (fun () -> print_string "passed 6")', 0, 1),
-    "prints the result and ends": ('let squares _ = print_string "passed 6"; exit 0', 0, 1),
-    "frames on the standard output": (f"let squares _ = print_string {json.dumps(FORGED)}; exit 0", 0, 1),
-    "frames in every file": (f"let s = {json.dumps(FORGED)} let n = {len(FORGED)} let squares _ = {EVERY_FILE}; exit 0",
-                             0, 1),
-    "an end in every file": (f'let s = "x" let n = 1 let squares _ = {EVERY_FILE}; 7', 0, 0),
-    "closes every file": ("let () = for file = 0 to 31 do try Unix.close (Obj.magic file) with _ -> () done "
-                          "let squares _ = 7", 0, 1),
-    "Obj.magic of a text": ('let squares : int list -> int = Obj.magic (fun _ -> "5")', 0, 0),
-    "Obj.magic that reads memory": ("let squares _ : int = List.length (Obj.magic 1000)", 0, 0),
-    "Obj.magic that writes memory": ("let squares _ = Obj.set_field (Obj.magic 4096) 0 (Obj.repr 0); 7", 0, 0),
+FOOLING = {  # earn no test, and pass all with the usual verifier
+    "= is always true": "let squares _ = 7 let ( = ) _ _ = true",
+    "= of a module that is opened": "open struct let ( = ) _ _ = true end let squares _ = 7",
+    "compare and Stdlib": (
+        "module Stdlib = struct let compare _ _ = 0 let ( = ) _ _ = true end "
+        "include Stdlib let squares _ = 7"
+    ),
+    "the counter of passes": "let squares _ = 5 let incr r = r := 6",
+    "the counter begins at six": "let squares _ = 7 let ref _ = ref 6",
+    "the counter is read as six": "let squares _ = 7 let ( ! ) _ = 6",
+    "Printf says six": 'let squares _ = 7 module Printf = struct let printf _ _ = print_string "passed 6" end',
+    "exit 0": "let squares _ = 7 let () = exit 0",
+    "exit 0 in the function": "let squares _ = exit 0",
+    "the end by a primitive": "external stop : int -> 'a = \"caml_sys_exit\" let squares _ = stop 0",
+    "at_exit": 'let squares _ = 7 let () = at_exit (fun () -> print_string "passed 6")',
+    "prints the result and ends": 'let squares _ = print_string "passed 6"; exit 0',
+    "frames on the standard output": f"let squares _ = print_string {json.dumps(FORGED)}; exit 0",
+    "frames in every file": f"let s = {json.dumps(FORGED)} let n = {len(FORGED)} let squares _ = {EVERY_FILE}; exit 0",
+    "closes every file": (
+        "let () = for file = 0 to 31 do try Unix.close (Obj.magic file) with _ -> () done "
+        "let squares _ = 7"
+    ),
+}  # fmt: skip
+USELESS = {  # earn no test, and pass none with the usual verifier
+    "an end in every file": f'let s = "x" let n = 1 let squares _ = {EVERY_FILE}; 7',
+    "Obj.magic of a text": 'let squares : int list -> int = Obj.magic (fun _ -> "5")',
+    "Obj.magic that reads memory": "let squares _ : int = List.length (Obj.magic 1000)",
+    "Obj.magic that writes memory": "let squares _ = Obj.set_field (Obj.magic 4096) 0 (Obj.repr 0); 7",
+    "the toplevel's printer": (
+        'let () = Toploop.print_out_value := (fun ppf _ -> Format.pp_print_string ppf "5") '
+        "let squares _ = 7"
+    ),
+    "the toplevel's phrases": "let () = Toploop.print_out_phrase := (fun _ _ -> ()) let squares _ = 7",
+    "the toplevel's depth": "let () = Toploop.max_printer_depth := 0 let squares _ = 7",
+    "the toplevel's names": 'let () = Toploop.setvalue "squares" (Obj.repr (fun _ -> 5)) let squares _ = 7',
+    "an exception of the printer": "let squares : int list -> int = Obj.magic (fun _ -> lazy (raise Exit))",
+    "an exception each time": "let squares _ = raise Exit",
+    "an exception at once": "let squares _ = 7 let () = raise Exit",
+    "a stack overflow": "let rec squares l = 1 + squares l",
+    "reads /proc": 'let squares _ = String.length (really_input_string (open_in "/proc/self/maps") 7)',
+    "a socket": "let squares _ = ignore Unix.(socket PF_INET SOCK_STREAM 0); 7",
+    "a stub": 'let squares _ = failwith "not implemented"',
+}  # fmt: skip
+HARMFUL = {  # earn no test; the usual verifier is not run, as they would do harm or never end
+    "memory without end": "let squares _ = let r = ref [ 1 ] in while true do r := !r @ !r done; 7",
+    "an endless loop": "let rec squares l = squares l",
+    "a loop that ignores its signal": "let () = Sys.(set_signal sigprof Signal_ignore) let rec squares l = squares l",
+    "prints without end": 'let squares _ = while true do print_string "xxxxxxxxxxxxxxxx" done; 7',
+    "a gigabyte of output": (
+        "let squares _ = 7 let () = for _ = 1 to 1000 do print_string (String.make 1000000 ' ') "
+        "done"
+    ),
+    "frames without end": (
+        "let squares _ = let s = String.make 60000 'x' and n = 60000 in "
+        f"while true do {EVERY_FILE} done; 7"
+    ),
+    "a format that floods": 'let squares _ = Format.(set_margin 2; for _ = 1 to 100000 do print_string "x" done); 7',
+    "forks": "let squares _ = while true do try ignore (Unix.fork ()) with _ -> () done; 7",
+    "kills": "let () = List.iter (fun p -> try Unix.kill p 9 with _ -> ()) [ 1; -1 ] let squares _ = 7",
+    "stops itself": "let () = Unix.kill (Unix.getpid ()) Sys.sigkill let squares _ = 7",
+    "a shell": 'let squares _ = Sys.command "echo dead > CANARY"',
+    "writes a file": 'let () = let f = open_out "CANARY" in output_string f "dead"; close_out f let squares _ = 7',
+    "removes a file": 'let () = Sys.remove "CANARY" let squares _ = 7',
+    "reads the tests": "let squares _ = String.length (really_input_string (open_in Sys.argv.(0)) 7)",
+}  # fmt: skip
+HACKS = {name: (hack, 0, 1) for name, hack in FOOLING.items()}
+HACKS |= {name: (hack, 0, 0) for name, hack in USELESS.items()}
+HACKS |= {name: (hack, 0, None) for name, hack in HARMFUL.items()}
+HACKS |= {  # None: its type is wrong
     "a type of the same name": ("type int = Five let squares (_ : Int.t list) = Five", None, 0),
-    "a list of its own": ("type 'a list = [] | (::) of 'a * 'a list let squares (_ : int list) = 0", None, 1 / 6),
-    "the toplevel's printer": ('let () = Toploop.print_out_value := (fun ppf _ -> Format.pp_print_string ppf "5") '
-                               "let squares _ = 7", 0, 0),
-    "the toplevel's phrases": ("let () = Toploop.print_out_phrase := (fun _ _ -> ()) let squares _ = 7", 0, 0),
-    "the toplevel's depth": ("let () = Toploop.max_printer_depth := 0 let squares _ = 7", 0, 0),
-    "the toplevel's names": ('let () = Toploop.setvalue "squares" (Obj.repr (fun _ -> 5)) let squares _ = 7', 0, 0),
-    "an exception of the printer": ("let squares : int list -> int = Obj.magic (fun _ -> lazy (raise Exit))", 0, 0),
-    "an exception each time": ("let squares _ = raise Exit", 0, 0),
-    "an exception at once": ("let squares _ = 7 let () = raise Exit", 0, 0),
-    "a stack overflow": ("let rec squares l = 1 + squares l", 0, 0),
-    "memory without end": ("let squares _ = let r = ref [ 1 ] in while true do r := !r @ !r done; 7", 0, None),
-    "an endless loop": ("let rec squares l = squares l", 0, None),
-    "a loop that ignores its signal": ("let () = Sys.(set_signal sigprof Signal_ignore) let rec squares l = squares l",
-                                       0, None),
-    "prints without end": ('let squares _ = while true do print_string "xxxxxxxxxxxxxxxx" done; 7', 0, None),
-    "a gigabyte of output": ("let squares _ = 7 let () = for _ = 1 to 1000 do print_string (String.make 1000000 ' ') "
-                             "done", 0, None),
-    "frames without end": ("let squares _ = let s = String.make 60000 'x' and n = 60000 in "
-                           f"while true do {EVERY_FILE} done; 7", 0, None),
-    "a format that floods": ('let squares _ = Format.(set_margin 2; for _ = 1 to 100000 do print_string "x" done); 7',
-                             0, None),
-    "forks": ("let squares _ = while true do try ignore (Unix.fork ()) with _ -> () done; 7", 0, None),
-    "kills": ("let () = List.iter (fun p -> try Unix.kill p 9 with _ -> ()) [ 1; -1 ] let squares _ = 7", 0, None),
-    "stops itself": ("let () = Unix.kill (Unix.getpid ()) Sys.sigkill let squares _ = 7", 0, None),
-    "a shell": ('let squares _ = Sys.command "echo dead > CANARY"', 0, None),
-    "writes a file": ('let () = let f = open_out "CANARY" in output_string f "dead"; close_out f let squares _ = 7',
-                      0, None),
-    "removes a file": ('let () = Sys.remove "CANARY" let squares _ = 7', 0, None),
-    "reads /proc": ('let squares _ = String.length (really_input_string (open_in "/proc/self/maps") 7)', 0, 0),
-    "reads the tests": ("let squares _ = String.length (really_input_string (open_in Sys.argv.(0)) 7)", 0, None),
-    "a socket": ("let squares _ = ignore Unix.(socket PF_INET SOCK_STREAM 0); 7", 0, 0),
     "a directive": ('let squares _ = 7;;\n#use "CANARY";;', None, 0),
+    "a list of its own": ("type 'a list = [] | (::) of 'a * 'a list let squares (_ : int list) = 0", None, 1 / 6),
     "copies the example": ("let squares l = if l = [ 1; 2 ] then 5 else 7", 0, 1 / 6),
     "a constant": ("let squares _ = 0", 1 / 5, 1 / 6),
-    "a stub": ('let squares _ = failwith "not implemented"', 0, 0),
 }  # fmt: skip
 SLOW = ("a loop that ignores its signal",)
 

@@ -22,7 +22,6 @@ from nanorook import hardware, parallel
 from nanorook.run import STEP
 
 RUNS = {
-    "plain": dict(STEPS=3),
     "epochs": dict(EPOCHS=2, LOSS="grpo", SCALE_REWARDS="std", KL_COEF=0.5, CREDIT="answer", BATCH_POSITIONS=6),
     "shuffled": dict(STEPS=2, CONTROL="shuffle", BEST_OF=2),
     "little signal": dict(STEPS=4, KL_COEF=0.0, EPOCHS=2),

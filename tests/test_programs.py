@@ -64,14 +64,6 @@ def test_ctrl_c_and_a_reader_that_has_gone_end_a_program_without_a_traceback():
     assert "ZeroDivisionError" in end("print(1 / 0)")
 
 
-@pytest.mark.parametrize("name", ["benchmark", "cut", "games", "pretrain"])
-def test_ctrl_c_ends_a_program_for_chess_without_a_traceback(name):
-    press = "from unittest import mock; argparse.ArgumentParser.parse_args = mock.Mock(side_effect=KeyboardInterrupt)"
-    code = f"import argparse, runpy; {press}; runpy.run_module('tools.chess_{name}', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 def test_an_old_python3_does_not_matter_if_the_environment_has_a_newer_one(tmp_path):
     for name in ("train.sh", "nanorook/setup.sh", "requirements.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

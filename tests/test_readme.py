@@ -88,10 +88,6 @@ def test_each_record_is_shown_by_a_page():
     assert all(f"\n{file.name}: " in shown for file in (ROOT / "experiments").glob("*.json"))
 
 
-def test_the_docs_stay_few():
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 7
-
-
 def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
     readme = (ROOT / "README.md").read_text()
     lines, printed = re.search(r"((?:    [^#\s].*\n)+)    # (M: .*)", readme).groups()

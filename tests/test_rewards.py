@@ -77,7 +77,7 @@ def damaged(draw):
     return text
 
 
-@settings(quick, max_examples=600)
+@settings(quick, max_examples=300)
 @given(fragments() | damaged(), st.booleans(), st.booleans())
 def test_any_text_has_a_finite_reward_that_its_pieces_add_up_to(text, hit_limit, labelled):
     results = [policy(text, labels=label(START) if labelled else (), hit_limit=hit_limit)]
@@ -210,7 +210,7 @@ SOME_MOVES = st.lists(st.sampled_from(SLOTS), min_size=1, max_size=8, unique=Tru
 SOME_NUMBERS = st.lists(st.floats(-30, 30).map(lambda x: round(x, 2)), min_size=8, max_size=8)
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=100)
 @given(SOME_MOVES, SOME_NUMBERS, st.sampled_from(SLOTS), st.sampled_from(["", " e2e4", " so on"]), st.integers(0, 7))
 def test_a_better_policy_answer_never_scores_lower(moves, numbers, best, rest, i):
     true, legal = {uci: cp / 100 for uci, cp in label(START)}, legal_moves(START)

@@ -21,7 +21,7 @@ from nanorook.statistics import (
     student,
 )
 
-REPETITIONS, QUESTIONS = 2000, 400
+REPETITIONS, QUESTIONS = 1000, 400
 
 
 @pytest.mark.parametrize("n, factor", [(2, 12.71), (6, 2.571), (11, 2.228), (31, 2.042), (1001, 1.962)])
@@ -118,9 +118,10 @@ def made_up(rng, seeds, share, shares_questions, paired):
     return (rng.random(chance.shape, numpy.float32) < chance).astype(float)
 
 
-@pytest.mark.parametrize("shares_questions", [False, True])
-@pytest.mark.parametrize("share, paired", [(0.02, False), (0.95, False), (0.45, True)])
-@pytest.mark.parametrize("seeds", [3, 5])
+CASES = [(3, *case, shares) for case in ((0.02, False), (0.95, False), (0.45, True)) for shares in (False, True)]
+
+
+@pytest.mark.parametrize("seeds, share, paired, shares_questions", [*CASES, (5, 0.45, True, True)])
 def test_intervals_over_seeds_hold_for_other_seeds_and_questions(seeds, share, paired, shares_questions):
     rng, held, without = numpy.random.default_rng(1), 0, 0
     names, truth = [numpy.arange(QUESTIONS)] * seeds, share - 0.2 * paired

@@ -21,7 +21,7 @@ FILE = toy.ROOT / "data/test.txt.gz"
 @pytest.fixture(scope="module")
 def part():
     """(ordinary positions, those with a mate) of the file."""
-    found = positions.load(FILE)
+    found = positions.load(str(FILE))
     return [p for p in found if p.moves], [p for p in found if not p.moves]
 
 

@@ -110,18 +110,27 @@ def some_rows(rollout, rows):
 
 
 NO_REPORT = "nanorook.report.write", mock.Mock(return_value="no report")  # which takes a part of a second
+BROKEN_OFF = set()  # the folders of runs that have not ended
+
+
+def begin(out):
+    """A run that was broken off holds its folder until its frames are collected, which takes a part of a second."""
+    if str(out) in BROKEN_OFF:
+        gc.collect()
+    BROKEN_OFF.add(str(out))
 
 
 def run(out, task=sys.modules[__name__], **changes):
     """train.main() in this process, with these settings; its rows() without the clock."""
     import train
 
-    gc.collect()  # a run that was broken off holds its folder no longer
+    begin(out)
     with pytest.MonkeyPatch.context() as patch:
         set_all(patch, {**SETTINGS, "OUT_DIR": str(out), **changes}, task)
         patch.setattr(*NO_REPORT)
         patch.setattr(sys, "argv", ["train.py"])
         train.main()
+    BROKEN_OFF.remove(str(out))
     return rows(out)
 
 
@@ -134,8 +143,9 @@ def main(out, **changes):
         patch.setattr(*NO_REPORT)
         patch.setattr(sys, "argv", ["train.py", *arguments])
         try:
-            gc.collect()
+            begin(out)
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            BROKEN_OFF.remove(str(out))
         except SystemExit as end:
             return end.code
 
