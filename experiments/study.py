@@ -94,6 +94,20 @@ def skill_rows(start, models):
     return rows
 
 
+def run_and_control_rows(start, runs, controls):
+    """Before and after the runs of a setting, with the gain of their controls: the table of a single sweep."""
+    before, after = skills(start), [skills(policy) for policy in runs]
+    rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
+    for name, values in before.items():
+        row = [f"mates found, {name}", f"{100 * values.mean():.1f}"]
+        row.append(f"{100 * np.mean([one[name].mean() for one in after]):.1f}")
+        for policies in (after, [skills(policy) for policy in controls]):
+            mean, half = compare.over_models([one[name] - values for one in policies])
+            row.append(with_interval(100 * mean, 100 * half, "+.1f"))
+        rows.append(row)
+    return rows
+
+
 def change_rows(start, models):
     """What became of the start's policy, with a row for each setting."""
     rows = [["%, but α", *CHANGES.values()]]
@@ -168,7 +182,10 @@ def main():
         name: f"{name}, {len(some)} seeds" if len(some) > 1 else f"{name}, one seed" for name, some in models.items()
     }
     titled = {seeds[name]: policies for name, policies in models.items()}
-    for file, rows in (("exact-skill", skill_rows(start, titled)), ("exact-change", change_rows(start, titled))):
+    tables = {"exact-skill": skill_rows(start, titled), "exact-change": change_rows(start, titled)}
+    if models.keys() >= {"plain", SETTINGS["control"]}:
+        tables["mates-test"] = run_and_control_rows(start, models["plain"], models[SETTINGS["control"]])
+    for file, rows in tables.items():
         (ROOT / "experiments" / f"{file}.json").write_text(as_lines({"rows": rows}))
     pictured = {name: some for name, some in models.items() if "groups" not in name and "exact" not in name}
     draw_pass_at_k(start, pictured, ROOT / "docs" / "pass-at-k.svg")

@@ -27,6 +27,13 @@ def test_gains_are_taken_position_by_position():
     assert dict(zip(head, both))["pass@1"].startswith("+20.0 ±")
 
 
+def test_a_run_is_shown_with_its_control():
+    head, greedy, once, *_ = study.run_and_control_rows(START, [AFTER], [START])
+    assert head == ["", "before", "after", "gain", "gain of the shuffled control"]
+    assert greedy[:3] == ["mates found, greedy", "0.0", "50.0"] and once[:3] == ["mates found, pass@1", "15.0", "35.0"]
+    assert once[3].startswith("+20.0 ±") and once[4] == "+0.0 ± 0.0"
+
+
 def test_what_moved_is_counted():
     head, row = study.change_rows(START, {"run": [AFTER]})
     counted = dict(zip(head, row))
