@@ -31,7 +31,7 @@ def test_a_run_is_shown_with_its_control():
     head, greedy, once, *_ = study.run_and_control_rows(START, [AFTER], [START])
     assert head == ["", "before", "after", "gain", "gain of the shuffled control"]
     assert greedy[:3] == ["mates found, greedy", "0.0", "50.0"] and once[:3] == ["mates found, pass@1", "15.0", "35.0"]
-    assert once[3].startswith("+20.0 ±") and once[4] == "+0.0 ± 0.0"
+    assert once[3].startswith("+20.0 ±") and once[4].startswith("+0.0 ±")
 
 
 def test_what_moved_is_counted():
