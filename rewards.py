@@ -55,6 +55,8 @@ show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):
+    """(training items, held-out items), each (pool, position): "mates" is the pool for questions about mates, "moves"
+    the one for all other kinds."""
     items = mating.beside(source, *positions.split(positions.load_unfinished(source)))
     warn_of_missing_labels([p for side in items for kind, p in side if kind == "moves"])
     return items
@@ -77,8 +79,8 @@ def warn_of_missing_labels(ordinary):
 def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     text_format = chess_format(config)
-    with_mate = [position for kind, position in items if kind == "mates"]
-    ordinary = [position for kind, position in items if kind == "moves"]
+    with_mate = [position for pool, position in items if pool == "mates"]
+    ordinary = [position for pool, position in items if pool == "moves"]
 
     # How many of each kind. Rounded in favour of whole answers, so that a small step has some, too; to nine digits
     # first, as 100 * 0.07 is more than 7.
@@ -310,8 +312,8 @@ def find_words(text, separators=" "):
 
 
 def parse_policy(text):
-    """(structure, answer) of `M: moves E: numbers B: move`. The answer is (moves, numbers, best, words after it), each
-    with its span, or None if the headers are in order but what is between them cannot be read."""
+    """(structure, answer) of `M: moves E: numbers B: move`. `structure`: the headers are in order. The answer is (moves,
+    numbers, best, words after it), each with its span, or None if it cannot be read."""
     words_and_spans = find_words(text)
     words = [word for word, _ in words_and_spans]
     if not words or words[0] != "M:" or "E:" not in words:

@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     """A row of a Rollout as text."""
 
     question: tuple  # the task's Question
-    text: str  # without the end token
+    text: str  # without the tokenizer's end token; a token with the question's `stop` is part of it
     char_ends: list  # for each token the number of characters up to its end
     hit_limit: bool  # the answer was cut off at its limit
     grade: Any = None  # the task's Grade
@@ -40,9 +40,9 @@ class Rollout:
     prompt_lengths: torch.Tensor  # (B,)
     completions: torch.Tensor  # (N, T) padded with the end token
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
-    # (N, T) under the distribution sampled from; 0 outside the mask, and if greedy. The loss assumes the same one: who
-    # samples otherwise (from the most likely tokens alone, say) changes grpo.logprobs_of_logits as well.
-    rollout_logprobs: torch.Tensor
+    rollout_logprobs: (
+        torch.Tensor
+    )  # (N, T) under grpo.distribution, as the loss has it; 0 outside the mask, and if greedy
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     answers: list = field(default_factory=list)  # the N rows as text
 
@@ -116,7 +116,7 @@ def sample_alike(model, questions, group_size, limits, temperature, noise):
     most_new = [min(limits[kind], room - len(prompt)) for prompt in prompts]
     if noise is not None:
         noise = noise[:, :, : max(most_new)].flatten(0, 1)  # (N, T)
-    stop_tokens = end_tokens(model.tokenizer, kind, stop, stop_after)
+    stop_tokens = stop_tokens_of(model.tokenizer, kind, stop, stop_after)
     rollout = generate(model, prompts, group_size, most_new, temperature, noise, stop_tokens)
 
     lengths = rollout.completion_mask.sum(1).tolist()
@@ -129,8 +129,9 @@ def sample_alike(model, questions, group_size, limits, temperature, noise):
 
 
 @functools.cache
-def end_tokens(tokenizer, kind, stop, stop_after):
-    """The tokens that end an answer: {token: the first t at which it does}; t counts the answer's tokens from 0."""
+def stop_tokens_of(tokenizer, kind, stop, stop_after):
+    """The tokens that end an answer, which are the tokenizer's end tokens and those that contain the question's `stop`:
+    {token: the first t at which it does}; t counts the answer's tokens from 0."""
     stops = []
     if stop:
         stops = [token for token, text in tokenizer.token_bytes.items() if stop.encode() in text]
@@ -156,7 +157,7 @@ def detokenize(tokenizer, tokens):
 def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, stop_tokens=None):
     """The Rollout of `group_size` completions for each of `prompts` (lists of token ids), without texts; temperature 0
     is greedy. `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers
-    (N, max(most_new)), drawn here if not given. `stop_tokens`: as end_tokens() returns them; if not given,
+    (N, max(most_new)), drawn here if not given. `stop_tokens`: as stop_tokens_of() returns them; if not given,
     config.json's end token."""
     device = model.wte.weight.device
     T = max(most_new)

@@ -40,8 +40,8 @@ from nanorook import hardware, loggers, lora, monitor, parallel, report, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
+    checked_questions,
     draw_questions,
-    first_questions,
     grade_answers,
     load_items,
     load_task,
@@ -172,18 +172,20 @@ def main():
         if is_lead:
             past = log_step(run, past, metrics, eval_steps)
 
-        # Going back. The KL was measured with the weights that sampled, so it judges the updates before this one.
+        # Going back: weights and moments do; run.step does not, so the run goes on with new questions. The KL was
+        # measured with the weights that sampled, so it judges the updates before this one.
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
         kl, _ = monitor.highest(metrics, "kl")  # the highest of any kind; NaN, which exceeds nothing, without a KL
         if metrics["broken"] or kl > KL_DIVERGENCE_THRESHOLD or run.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             run.go_back(model, optimizers, RECOVERY_LR_FACTOR)
         elif snapshot and not metrics["skipped"]:
-            run.good = snapshot  # the weights that sampled, whose answers and KL have turned out to be sound
+            run.good = snapshot  # the weights that sampled, whose KL, loss and gradient turned out to be sound
 
         # Evaluation, checkpoint
         if run.step in eval_steps:
             evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         stop_signals = parallel.gather(signals)  # with those that came during the evaluation
+        # At STEPS, too: finish() saves again with the last evaluation, during which the run may be killed
         is_time_to_save = run.step % SAVE_EVERY == 0 or run.step in eval_steps or run.step == STEPS
         if is_lead and (is_time_to_save or stop_signals):
             run.save(model, optimizers)
@@ -218,7 +220,8 @@ def sampling_noise(count, group_size, seed):
 
 
 def add_advantages(rollout, credit, step=0):
-    """Adds the advantage of each token (N, T), and the weight of each row's KL (N,). `credit` is the setting CREDIT."""
+    """Adds the advantage of each token (N, T), and the weight of each row's KL (N,). `credit` is CREDIT, unless
+    tools.signal tries another."""
     answers, device = rollout.answers, rollout.completions.device
     if credit == "piece":
         pieces = [answer.grade.pieces for answer in answers]
@@ -368,7 +371,8 @@ def compiled_score(architecture):
 
 
 def loss_and_sums(logprobs, entropy, part, normalizer, kl_coef):
-    """What a part adds to the loss, and sums over its tokens for the metrics."""
+    """What a part adds to the loss, and sums over its tokens for the metrics. `kl_coef` is KL_COEF, unless tools.signal
+    tries another."""
     mask, old_logprobs = part.completion_mask, part.old_logprobs
     loss, sums = grpo.policy_loss(
         logprobs,
@@ -468,10 +472,11 @@ def start():
     run, source, saved = open_run()
     model, reference, optimizers = load_models(run, source, device, saved)
     items, held_out, questions = load_questions(model.config)
-    planned = min(parallel.gather([plan_memory(model, questions)]))
-    if reference:
+    planned = min(parallel.gather([plan_memory(model, questions)]))  # also sets model.most_logits and model.recompute
+    if reference:  # it cuts logits into the same parts as the policy, so that they are rounded alike
         reference.most_logits = model.most_logits
-    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned  # a resumed run's own: free memory may have changed
+    # What is given, or what a resumed run began with, as free memory may have changed, or what fits
+    run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, len(items), held_out, run.microbatch))
     parallel.log(sizes.in_words(SIZE_DEFAULTS))
     if parallel.rank() == 0 and FRESH:  # only once model and data are known to be good
@@ -511,7 +516,7 @@ def load_models(run, source, device, saved):
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
     check_memory(source, device, dtype)
     kept_as = dtype if LORA_RANK else torch.float32
-    model = lora.merged(architectures.load(source, kept_as), kept_as)
+    model = lora.merged(architectures.load(source, kept_as), kept_as)  # `source` may be a folder of adapters
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None  # before a checkpoint is restored: it is the start model
@@ -544,9 +549,9 @@ def load_questions(config):
              f"BATCH_POSITIONS={BATCH_POSITIONS} and 1 are needed; provide more.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
-    first_questions(task, items, BATCH_POSITIONS, random.Random(SEED), config)  # only to find the task's mistakes
+    checked_questions(task, items, BATCH_POSITIONS, random.Random(SEED), config)  # only to find the task's mistakes
     count = min(EVAL_POSITIONS, len(held_out))
-    questions = first_questions(task, held_out, count, random.Random(SEED), config)
+    questions = checked_questions(task, held_out, count, random.Random(SEED), config)
     return items, len(held_out), questions
 
 
@@ -579,7 +584,7 @@ def finish(run, model, optimizers, eval_questions, stop_signals):
     is_lead = parallel.rank() == 0
     stopped = bool(stop_signals) and run.step < STEPS
     if not stopped:
-        if "after" not in run.skill:
+        if "after" not in run.skill:  # it is, if the run was killed after the save below
             evaluate_and_record(run, model, eval_questions, "after")
         if is_lead:
             run.save(model, optimizers)

@@ -39,8 +39,8 @@ class Grade(NamedTuple):
     # (name, value, (start, end), ...): what a piece of the reward is worth, and the characters of the answer that it
     # judges; without a span it judges the whole answer. Names are unique within an answer.
     pieces: tuple
-    # name -> float, averaged over answers and logged. "structure": whether the answer can be read. Less of an _error is
-    # better; of any other metric whose values are between 0 and 1, more.
+    # name -> float, averaged over answers and logged. "structure": whether the answer has the right form. Less of an
+    # _error is better; of any other metric whose values are between 0 and 1, more.
     metrics: dict
 
     @property
@@ -183,7 +183,7 @@ def draw_questions(task, items, count, rng, config):
     return check_questions(task, questions)
 
 
-def first_questions(task, items, count, rng, config):
+def checked_questions(task, items, count, rng, config):
     """As draw_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON, and
     all processes ask the same."""
     try:

@@ -204,7 +204,7 @@ def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(builtin,
     """Otherwise a model would see tokens that no text has taught it, and the stop would not end the move."""
     tokenizer, rng = Tokenizer.load(gpt2_folder), random.Random(7)
     question = rewards.first_question("moves", builtin[0], "rookworld")
-    stops, found = rollout.end_tokens(tokenizer, "moves", question.stop, question.stop_after), collections.Counter()
+    stops, found = rollout.stop_tokens_of(tokenizer, "moves", question.stop, question.stop_after), collections.Counter()
     promotions = [p for p in builtin if any(len(uci) == 5 for uci, _ in p.moves)]
     for position in promotions + rng.sample(builtin, 2_000 - len(promotions)):
         line = "".join(texts.policy_text(position, rng, "rookworld"))

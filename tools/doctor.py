@@ -29,7 +29,7 @@ import train
 from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import draw_questions, grade_answers, load_items, prompt_ids, start_folder
-from rollout import detokenize, end_tokens, microbatches, sample
+from rollout import detokenize, microbatches, sample, stop_tokens_of
 
 UPDATES = 5  # on the same answers
 
@@ -195,7 +195,7 @@ def completions(model, rollout):
     rows = [row[mask].tolist() for row, mask in zip(rollout.completions, rollout.completion_mask)]
     metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
     rules = samples[0].question.kind, samples[0].question.stop, samples[0].question.stop_after
-    expected, last = len(rollout.prompts) * train.GROUP_SIZE, end_tokens(model.tokenizer, *rules)
+    expected, last = len(rollout.prompts) * train.GROUP_SIZE, stop_tokens_of(model.tokenizer, *rules)
     marks = [[i >= last.get(token, len(row)) for i, token in enumerate(row)] for row in rows]
     wrong = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
     foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))

@@ -18,7 +18,7 @@ from grpo import distribution
 from nanorook.settings import fail
 from nanorook.statistics import figure, is_share
 from nanorook.task import Question, prompt_ids, prompt_text
-from rollout import end_tokens, pad_prompts
+from rollout import pad_prompts, stop_tokens_of
 
 TRIES = 1, 4, 16, 64, 256, 1024  # the k of pass@k
 MOST_TOKENS = 4096  # of the answers in one forward pass
@@ -53,7 +53,7 @@ def listed(task, questions):
 def same_end(tokenizer, kind, stop, stop_after, token, t):
     """The tokens that end an answer as `token` does in place t: those that also end it there and begin with its text.
     Empty if `token` ends none."""
-    stops = end_tokens(tokenizer, kind, stop, stop_after).items()
+    stops = stop_tokens_of(tokenizer, kind, stop, stop_after).items()
     ends = [end for end, first in stops if first <= t and end not in tokenizer.ends]
     if token not in ends:
         return ()
