@@ -106,7 +106,7 @@ def ask_twice(program, signature, calls):
     if answer is None:
         answer = ask(request)  # of a new process
     if answer is None:
-        fail("OCaml, which judges the answers of this task, died twice; is there memory left? Run the command again.")
+        fail("OCaml, which judges the answers, stopped twice, perhaps for lack of memory: free some and try again.")
     return answer
 
 
@@ -144,7 +144,7 @@ def toplevel():
     """The process of OCaml that judges."""
     process = start(SOURCE, wall_stands())
     if process.stdout.readline() != b"ready\n":
-        fail(f"OCaml does not start; is there memory left, and may all users read {tempfile.gettempdir()}?")
+        fail(f"OCaml does not start: free some memory, and let all users read {tempfile.gettempdir()}.")
     return process
 
 

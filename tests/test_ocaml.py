@@ -581,7 +581,7 @@ def test_a_process_that_died_is_replaced_and_named_if_the_next_one_dies(changed_
     toplevel().wait()
     assert a_right_answer_is_right()
     changed_verifier('print_endline "ready";', 'print_endline "ready"; exit 0;')
-    with pytest.raises(SystemExit, match="error: OCaml, which judges the answers of this task, died twice"):
+    with pytest.raises(SystemExit, match="error: OCaml, which judges the answers, stopped twice"):
         run(" 7")
 
 
@@ -652,5 +652,5 @@ def test_an_ocaml_of_another_version_is_named(changed_verifier):
 def test_an_ocaml_that_does_not_start_is_named(changed_verifier):
     wall_stands()
     changed_verifier('print_endline "ready";', "exit 0;")
-    with pytest.raises(SystemExit, match="OCaml does not start; is there memory left"):
+    with pytest.raises(SystemExit, match="OCaml does not start: free some memory"):
         run(" a")

@@ -373,7 +373,7 @@ def test_a_stopped_run_goes_on_between_failures(tmp_path, monkeypatch, toy_run, 
         said = capsys.readouterr().out
         assert (
             f"stopped after step {stops.pop(0)}; the same command resumes" in said
-            and "● yellow  Held-out questions were asked only" in said
+            and "● yellow  The model was evaluated only" in said
         )
         assert (tmp_path / "out/model/README.md").exists() and not finished(tmp_path / "out")
     toy_run(**run)
