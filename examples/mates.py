@@ -22,6 +22,7 @@ from rook.stockfish import MATE
 
 DEFAULTS = dict(STEPS=300, BATCH_POSITIONS=64, GROUP_SIZE=32, LR=3e-4, KL_COEF=0.03, EVAL_POSITIONS=1000)
 DEFAULTS |= dict(WARMUP_STEPS=5, EVAL_EVERY=0, OUT_DIR="runs/mates")
+DEFAULTS |= dict(KL_DIVERGENCE_THRESHOLD=3.0)  # single steps of sound runs had a KL of 0.8 on ordinary positions
 LIMITS = {kind: rewards.LIMITS[kind] for kind in ("mates", "moves")}
 start_model, show, answers = rewards.start_model, rewards.show, rewards.answers
 NAMES = rewards.NAMES
