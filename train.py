@@ -172,7 +172,7 @@ def main():
         if is_lead:
             past = log_step(run, past, metrics, eval_steps)
 
-        # Going back: weights and moments do; run.step does not, so the run goes on with new questions. The KL was
+        # Going back restores weights and moments but not run.step, so the run goes on with new questions. The KL was
         # measured with the weights that sampled, so it judges the updates before this one.
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if metrics["skipped"] else 0
         kl, _ = monitor.highest(metrics, "kl")  # the highest of any kind; NaN, which exceeds nothing, without a KL

@@ -76,11 +76,9 @@ def policy_of(model, questions, kept, device):
 
 
 def skills(policy):
-    """{name: (Q,)} of the whole policy: a greedy answer right, pass@k, and the probability of unlisted answers."""
-    found = (policy.whole * policy.right).sum(1)
-    of_k = {f"pass@{k}": exact.pass_at_k(found, k) for k in exact.TRIES}
-    greedy = compare.is_top(policy.right, policy).astype(float)
-    return {"greedy": greedy} | of_k | {"other": 1 - policy.whole.sum(1)}
+    """{name for a column: (Q,)}"""
+    short = {"most likely answer right": "greedy", "other answers": "other"}
+    return {short.get(name, name): values.astype(float) for name, values in policy.skills().items()}
 
 
 def skill_rows(start, models):
@@ -99,6 +97,8 @@ def run_and_control_rows(start, runs, controls):
     before, after = skills(start), [skills(policy) for policy in runs]
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name, values in before.items():
+        if name == "other":
+            continue
         row = [f"mates found, {name}", f"{100 * values.mean():.1f}"]
         row.append(f"{100 * np.mean([one[name].mean() for one in after]):.1f}")
         for policies in (after, [skills(policy) for policy in controls]):

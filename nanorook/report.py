@@ -121,12 +121,12 @@ def skill_table(runs):
         changes = {name: (("up" if mean > 0 else "down") * (name in certain), with_interval(mean, half, "+.3f"))
                    for name, (mean, half, _) in gains.items()}  # fmt: skip
         columns.append((f"{run.name} − {first.name}" if len(runs) > 1 else "gain", changes))
-    names = dict.fromkeys(name for _, cells in columns for name in cells)
+    names, called = dict.fromkeys(name for _, cells in columns for name in cells), names_in(runs)
     order = list(dict.fromkeys(name.rpartition(" ")[0] for name in names))
     page = "<thead><tr><th></th>" + "".join(f"<th>{escape(heading)}</th>" for heading, _ in columns) + "</tr></thead>"
     for name in sorted(names, key=lambda name: order.index(name.rpartition(" ")[0])):
         what, _, how = name.rpartition(" ")
-        page += f"<tr><th>{escape(names_in(runs).get(what, what))} <small>{escape(manner(how))}</small></th>"
+        page += f"<tr><th>{escape(called.get(what, what))} <small>{escape(manner(how))}</small></th>"
         for css, text in (cells.get(name, ("", "")) for _, cells in columns):
             page += f'<td class="{css}">{text.replace("-", "−")}</td>'
     return f"<table>{page}</table>" if ends else ""
@@ -374,7 +374,8 @@ def write(*folders):
     kinds = dict.fromkeys(name.split("/")[0] for name in names if "/" in name)
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
     titles = [legend([run]) for run in named] or [""]
-    of_kinds = {kind: plots(runs, skill_panels(names, kind, names_in(runs))) for kind in kinds}
+    called = names_in(runs)
+    of_kinds = {kind: plots(runs, skill_panels(names, kind, called)) for kind in kinds}
     skill = "".join(f"<h3>{escape(kind)}</h3>{panels}" for kind, panels in of_kinds.items())
     panels = training_panels(names, kinds)
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: inserted text stays

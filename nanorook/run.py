@@ -140,8 +140,8 @@ class Run:
         return to_host({"weights": lora.trained_state(model), "moments": [o.state_dict()["state"] for o in optimizers]})
 
     def go_back(self, model, optimizers, lr_factor):
-        """Restores the last good weights and moments; `step` goes on. The learning rate is lowered, as the run would
-        fail again with the same one."""
+        """Restores the last good weights and moments, but not the step. The learning rate is lowered, because the run
+        would fail again with the same one."""
         self.rollbacks += 1
         if self.rollbacks == 3:
             fail("the run failed for the third time; lower LR, or follow the last advice above.")

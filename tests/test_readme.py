@@ -97,7 +97,7 @@ def test_the_lines_for_transformers_print_what_they_say(monkeypatch, capsys):
 
 
 def test_the_two_lines_of_a_reward_pay_and_are_a_metric():
-    """Put where the text says: in place of the line of `moves`, and beneath the one of `legal`."""
+    """Applied where the text says: the line of `moves` is replaced, and the other goes below the one of `legal`."""
     readme, source = ((ROOT / name).read_text() for name in ("README.md", "rewards.py"))
     weights, rung = re.search(r'( +"moves": .*\n)( +rungs\["takes"\].*\n)', readme).groups()
     source, replaced = re.subn(r' +"moves": \{.*\n', weights, source)
@@ -161,7 +161,7 @@ def test_each_command_of_the_readme_works(line, fresh_copy):
 
 def test_the_readme_has_the_commands_that_this_file_runs():
     text = "\n".join(commands())
-    assert text.count("./train.sh") >= 2 and "tools.ask" in text and "tools.evaluate" in text
+    assert text.count("./train.sh") >= 3 and "tools.ask" in text and "tools.evaluate" in text
     assert "RookWorld-LM" not in text and "Qwen" not in text and "games out" not in text
 
 

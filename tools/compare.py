@@ -63,6 +63,12 @@ class Policy(NamedTuple):
         """(Q,) the probability of a right answer."""
         return (self.p * self.right).sum(1)
 
+    def skills(self):
+        """{name: (Q,)} of the whole policy: what it can do, and the probability of other answers."""
+        found = (self.whole * self.right).sum(1)
+        rates = {f"pass@{k}": exact.pass_at_k(found, k) for k in exact.TRIES}
+        return {"most likely answer right": is_top(self.right, self)} | rates | {"other answers": 1 - self.whole.sum(1)}
+
 
 def padded(rows, dtype=float):
     result = np.zeros((len(rows), max(map(len, rows))), dtype)
@@ -142,13 +148,8 @@ def favourite_gain(start, after):
 
 def policy_rows(start, models):
     """Figures of a policy by itself."""
-    sides = [start], models
-    rows = [["most likely answer right", *(percent([is_top(m.right, m) for m in side]) for side in sides)]]
-    for k in exact.TRIES:
-        rates = [[exact.pass_at_k((m.whole * m.right).sum(1), k) for m in side] for side in sides]
-        rows.append([f"pass@{k}", *map(percent, rates)])
-    rows.append(["other answers", *(percent([1 - m.whole.sum(1) for m in side]) for side in sides)])
-    return rows
+    before, after = start.skills(), [m.skills() for m in models]
+    return [[name, percent([before[name]]), percent([skills[name] for skills in after])] for name in before]
 
 
 def change_rows(start, models):
