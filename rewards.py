@@ -202,7 +202,8 @@ def first_question(kind, position, text_format):
 
 
 def answers(question):
-    """A first move can be any legal one; for others the reward is next to nothing. The space that ends a move belongs to it."""
+    """A first move can be any legal one; for others the reward is next to nothing. The space that ends a move belongs
+    to it."""
     if question.kind not in FIRST_WEIGHTS:
         return []
     return [" " * question.stop_after + move + " " for move in question.truth["legal"]]
@@ -372,9 +373,8 @@ def grade_policy(question, text):
 
     # Each candidate counts the same, and a longer list makes each count less: listing more moves gains nothing.
     wanted = min(5, len(legal))
-    per_candidate = {
-        name: weights[name] / max(wanted, len(moves)) for name in ("candidates_legal", "candidates", "evals")
-    }
+    length = max(wanted, len(moves))
+    per_candidate = {name: weights[name] / length for name in ("candidates_legal", "candidates", "evals")}
     useful, errors = set(), {}
     for i, (move, move_span) in enumerate(moves):
         number, number_span = numbers[i]

@@ -40,9 +40,7 @@ class Rollout:
     prompt_lengths: torch.Tensor  # (B,)
     completions: torch.Tensor  # (N, T) padded with the end token
     completion_mask: torch.Tensor  # (N, T) True on a row's own tokens, its end token included
-    rollout_logprobs: (
-        torch.Tensor
-    )  # (N, T) under grpo.distribution, as the loss has it; 0 outside the mask, and if greedy
+    rollout_logprobs: torch.Tensor  # (N, T) under grpo.distribution, as in the loss; 0 outside the mask, and if greedy
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     answers: list = field(default_factory=list)  # the N rows as text
 
