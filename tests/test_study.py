@@ -19,10 +19,9 @@ AFTER = policy((0.6, 0.2, 0.2), (0.7, 0.1, 0.2))  # the first one is found, a wr
 
 def test_gains_are_taken_position_by_position():
     head, start, gain = study.skill_rows(START, {"run": [AFTER]})
-    assert dict(zip(head, start))["pass@1"] == "15.0" and dict(zip(head, start))["other"] == "5.0"
-    assert dict(zip(head, gain))["greedy"].startswith("+50.0 ±") and dict(zip(head, gain))["pass@1"].startswith(
-        "+20.0 ±"
-    )
+    before, gains = dict(zip(head, start)), dict(zip(head, gain))
+    assert before["pass@1"] == "15.0" and before["other"] == "5.0"
+    assert gains["greedy"].startswith("+50.0 ±") and gains["pass@1"].startswith("+20.0 ±")
     _, _, both = study.skill_rows(START, {"two seeds": [AFTER, AFTER]})
     assert dict(zip(head, both))["pass@1"].startswith("+20.0 ±")
 
