@@ -161,7 +161,7 @@ def test_each_command_of_the_readme_works(line, fresh_copy):
 
 def test_the_readme_has_the_commands_that_this_file_runs():
     text = "\n".join(commands())
-    assert text.count("./train.sh") >= 3 and "tools.ask" in text and "tools.evaluate" in text
+    assert text.count("./train.sh") >= 2 and "tools.ask" in text and "tools.evaluate" in text
     assert "RookWorld-LM" not in text and "Qwen" not in text and "games out" not in text
 
 
@@ -189,8 +189,8 @@ def test_the_lines_of_a_loss_are_a_loss():
     assert not torch.equal(gradient("dapo", 0.1), gradient(eval(name), 0.1))
 
 
-def test_grpo_in_fifteen_lines_is_what_grpo_py_computes():
-    code = re.search(r"## GRPO in fifteen lines.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+def test_grpo_in_seven_lines_is_what_grpo_py_computes():
+    code = re.search(r"## GRPO in seven lines.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     torch.manual_seed(0)
     logprobs, old_logprobs, ref_logprobs = (-3 * torch.rand(4, 5) for _ in range(3))
     given = dict(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, mask=torch.rand(4, 5) > 0.3)
