@@ -39,7 +39,7 @@ train() { # NAME NAME=value ...
 bench="W2 W4 W8 W9" steps="STEPS=300"
 [ -z "${TINY:-}" ] || bench="W3 --runs 1 --only nanorook" steps="STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=2 EVAL_POSITIONS=2"
 [ -n "${TINY:-}" ] || part tests "$PYTHON" -m pytest -q tests/test_cuda.py
-part bench "$PYTHON" -m tools.bench $bench --json "$out/bench.json"
-part bench-plain env TORCHDYNAMO_DISABLE=1 "$PYTHON" -m tools.bench $bench --json "$out/bench-plain.json"
+part bench "$PYTHON" -m tools.bench $bench
+part bench-plain env TORCHDYNAMO_DISABLE=1 "$PYTHON" -m tools.bench $bench
 [ -z "${QWEN:-}" ] || train gsm8k TASK=examples/gsm8k.py MODEL="$QWEN" $steps
 [ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml.py MODEL="$CODER" $steps

@@ -1,6 +1,6 @@
 """Speed: seconds of a rollout and of a whole step, compared with transformers and TRL.
 
-python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
+python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32]
 
 Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
 take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. If other
@@ -20,7 +20,6 @@ import string
 import sys
 import tempfile
 import time
-import timeit
 import warnings
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,7 @@ from architectures import class_of
 from model import GPT, GPTConfig
 from nanorook import hardware
 from nanorook.monitor import describe
-from nanorook.settings import number, output_file
+from nanorook.settings import number
 from nanorook.task import Question
 from nanorook.tokenizer import Tokenizer
 from rollout import Answer, detokenize, generate
@@ -158,27 +157,6 @@ def prepare(w, prompts, device, dtype):
     return model, run
 
 
-def multiplications(w, model, prompts):
-    """The multiplications by weights. A rollout is one forward pass. A step adds another one, a backward pass, which
-    counts as two, and the reference's."""
-    new = w.prompts * w.group * w.new
-    forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
-    forward += model.head_weight.numel() * new
-    return forward * (1 if w.kl is None else 4 + bool(w.kl))
-
-
-def multiplication_rate(device, dtype):
-    """Multiplications per second in a large product, by the clock on a GPU or in CPU time, at this moment."""
-    x, weight = torch.ones(4096, 1024, device=device, dtype=dtype), torch.ones(1024, 1024, device=device, dtype=dtype)
-
-    def product():
-        torch.nn.functional.linear(x, weight)
-        clock(device)
-
-    timer = time.perf_counter if device.type == "cuda" else time.process_time
-    return x.numel() * len(weight) / min(timeit.repeat(product, timer=timer, number=1, repeat=20))
-
-
 # ---- transformers and TRL -------------------------------------------------------------------------------------
 
 TRANSFORMERS = {  # arguments of the model
@@ -202,8 +180,9 @@ def fused(w, options):
     return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
 
 
-def transformers_rounds(w, prompts, folder, device, runs, turn, whom=TRANSFORMERS):
-    """Rounds with transformers' generate in some settings, with the weights in `folder`."""
+def transformers_rounds(w, prompts, folder, device, runs, turn, whom):
+    """Rounds with transformers' generate in some settings, with the weights in `folder`, after one that does not
+    count."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
@@ -224,7 +203,7 @@ def transformers_rounds(w, prompts, folder, device, runs, turn, whom=TRANSFORMER
             with timed(who, rounds[-1], device):
                 out = model.generate(**inputs)
             assert out.shape == (len(prompts) * w.group, inputs["input_ids"].shape[1] + w.new)
-    return rounds
+    return rounds[1:]  # in the first one, caches were filled and code compiled
 
 
 def trl_rounds(w, prompts, folder, device, runs, turn, who):
@@ -267,19 +246,19 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
     trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
     trainer.eos_token_ids = [-1]
     trainer.train()
-    return rounds
+    return rounds[1:]
 
 
 # ---- Measurements ------------------------------------------------------------------------------------------
 
 
 def measure(w, device, dtype, runs, only):
-    """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
+    """Rounds of nanorook and of those whose names contain `only`."""
     reset_peak(device)
     prompts = random_prompts(w.prompts, w.tokens)
     model, run = prepare(w, prompts, device, dtype)
-    peer, whom = ("transformers", TRANSFORMERS) if w.kl is None else ("trl", TRL)
-    whom = [who for who in whom if only in who]
+    peer, settings = ("transformers", TRANSFORMERS) if w.kl is None else ("trl", TRL)
+    whom = [who for who in settings if only in who]
 
     def turn():
         """{who: seconds} of a round, without transformers and TRL."""
@@ -289,35 +268,29 @@ def measure(w, device, dtype, runs, only):
         return seconds
 
     turn()
-    memory = peak_memory(device)
+    print(f"  peak memory of nanorook {peak_memory(device):.1f} GB")
+    if whom and not importlib.util.find_spec(peer):
+        print(f"  {peer} is not installed, so nothing is compared")
+        whom = []
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
-        if not whom or not importlib.util.find_spec(peer):
-            if whom:
-                print(f"  {peer} is not installed, so nothing is compared")
-            found = [[{}, *(turn() for _ in range(runs))]]
-        elif w.kl is None:
-            found = [transformers_rounds(w, prompts, folder, device, runs, turn, whom)]
-        else:
-            found = [trl_rounds(w, prompts, folder, device, runs, turn, who) for who in whom]
-    rounds = [seconds for some in found for seconds in some[1:]]  # the first of each does not count
-    least = multiplications(w, model, prompts) / multiplication_rate(device, dtype)
-    load = os.getloadavg()[1]  # of five minutes
-    print(f"  peak memory of nanorook {memory:.1f} GB, load of the machine {load:.1f}")
-    unit = "s" if device.type == "cuda" else "s of CPU"
-    print(f"  lower bound: {least:.3f} {unit} for the products with the weights alone")
-    return {**w._asdict(), "peak_memory_gb": memory, "least_seconds": least, "load": load, **summary(rounds, w)}
+        if not whom:
+            return [turn() for _ in range(runs)]
+        if w.kl is None:
+            return transformers_rounds(w, prompts, folder, device, runs, turn, whom)
+        return [seconds for who in whom for seconds in trl_rounds(w, prompts, folder, device, runs, turn, who)]
 
 
 def summary(rounds, w):
-    """Medians of the seconds, and of the rounds' ratios, each by the clock and in CPU time."""
-    seconds, ratios = [median(s["nanorook"][i] for s in rounds) for i in (0, 1)], {}
-    tokens = w.prompts * w.group * w.new / seconds[0]  # a second
-    print("  median {:.3f} s, {:.3f} s of CPU, {:,.0f} tokens/s".format(*seconds, tokens))
-    for who in dict.fromkeys(who for s in rounds for who in s if who != "nanorook"):
-        ratios[who] = [median(s[who][i] / s["nanorook"][i] for s in rounds if who in s) for i in (0, 1)]
-        print("  {} takes {:.2f} times as long, {:.2f} times the CPU time".format(who, *ratios[who]), flush=True)
-    return {"seconds": seconds, "tokens_per_second": tokens, "ratios": ratios, "rounds": rounds}
+    """In words, the medians of the seconds and of the rounds' ratios, each by the clock and in CPU time."""
+    seconds, cpu_seconds = (median(taken["nanorook"][i] for taken in rounds) for i in (0, 1))
+    tokens = w.prompts * w.group * w.new / seconds  # a second
+    lines = [f"  median {seconds:.3f} s, {cpu_seconds:.3f} s of CPU, {tokens:,.0f} tokens/s"]
+    for who in dict.fromkeys(who for taken in rounds for who in taken if who != "nanorook"):
+        both = [taken for taken in rounds if who in taken]
+        ratio, cpu_ratio = (median(taken[who][i] / taken["nanorook"][i] for taken in both) for i in (0, 1))
+        lines.append(f"  {who} takes {ratio:.2f} times as long, {cpu_ratio:.2f} times the CPU time")
+    return "\n".join(lines)
 
 
 def main():
@@ -333,20 +306,16 @@ def main():
     p.add_argument("--only", default="", metavar="NAME",
                    help="compare only with those whose names contain this; nanorook: with none")  # fmt: skip
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
-    p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()
     if a.only != "nanorook" and not any(a.only in who for who in [*TRANSFORMERS, *TRL]):
         p.error(f"--only {a.only}: no setting has this name; there are {', '.join([*TRANSFORMERS, *TRL])}.")
     device, dtype = hardware.prepare(dtype=a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
-    result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
-    print(f"{machine['machine']}, {result['threads']} threads, {machine['dtype']}", flush=True)
+    print(f"{machine['machine']}, {torch.get_num_threads()} threads, {machine['dtype']}", flush=True)
     for title in a.what or (["W2", "W4"] if device.type == "cuda" else ["W1", "W3"]):
         w = all_workloads[title]
         print(f"\n{title} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {a.runs} rounds", flush=True)
-        result["workloads"][title] = measure(w, device, dtype, a.runs, a.only)
-        if a.json:  # after each, as it may be stopped
-            Path(a.json).write_text(json.dumps(result, indent=2, default=vars) + "\n")
+        print(summary(measure(w, device, dtype, a.runs, a.only), w), flush=True)
 
 
 if __name__ == "__main__":
