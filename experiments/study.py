@@ -169,7 +169,7 @@ def main():
     device, _ = hardware.prepare(train.DEVICE, "float32")
     found = models_in(a.folder) or fail(f"{a.folder} has no runs such as plain/seed-0.")
     source = train.MODEL or start_folder(train.task)
-    questions = compare.listed_questions(architectures.load(source).config, training=False, most=None)
+    questions = compare.listed_questions(architectures.load(source).config)
     questions = [question for question in questions if question.question.kind == KIND]
     kept = f"policy-{len(questions)}.npz"
     start = policy_of(source, questions, a.folder / kept, device)

@@ -226,13 +226,12 @@ def test_compare_as_a_user_starts_it(toy_settings, byte_model, tmp_path, monkeyp
         for p in byte_model.parameters():
             p.mul_(1.1)
     byte_model.save(tmp_path / "after")
-    picture = tmp_path / "moved.svg"
-    command = ["compare", tmp_path / "start", tmp_path / "after", "SEED=0", "--picture", picture]
+    command = ["compare", tmp_path / "start", tmp_path / "after", "SEED=0"]
     monkeypatch.setattr(sys, "argv", [*map(str, command)])
     compare.main()
     printed = capsys.readouterr().out
     assert printed.startswith("40 held-out questions of the kind letter: ") and "pass@1024" in printed
-    assert "right answer became likelier" in printed and picture.read_text().count("<circle") == 40
+    assert "right answer became likelier" in printed
     monkeypatch.setattr(Letters, "answers", lambda question: ["a"])
     with pytest.raises(SystemExit, match="lists no answers with unequal rewards"):
         compare.main()

@@ -5,8 +5,8 @@ import subprocess
 
 import torch
 
-from toy import ROOT, program
 from tools import bench
+from toy import ROOT, program
 
 
 def test_what_is_done_is_not_done_again_and_a_failure_is_named(tmp_path):
