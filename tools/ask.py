@@ -48,21 +48,15 @@ def ask(model, task, question, known, temperature, count):
         for answer in task_file.grade_answers(task, rollout.answers) if known else rollout.answers:
             show_answer(task, answer, f"{title:6} ")
     if known:
-        print(in_short(question.truth))
+        show_truth(question.truth)
 
 
-def in_short(truth):
-    """A reference answer for people: named parts get a line each, short ones first, and long ones are cut off."""
-    parts = truth.items() if isinstance(truth, dict) else [("", truth)]
-    lines = [f"reference answer{f', {name}' if name else ''}: {in_words(part)}" for name, part in parts]
-    return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))
-
-
-def in_words(part, separator=", "):
-    if isinstance(part, dict):
-        part = [*part.items()]
-    nested = isinstance(part, list | tuple)
-    return separator.join(in_words(one, " ") for one in part) if nested else printable(str(part))
+def show_truth(truth):
+    """Prints a reference answer, with a line for each named part, and long lines cut off."""
+    parts = truth if isinstance(truth, dict) else {"": truth}
+    for name, part in parts.items():
+        line = printable(f"reference answer{f', {name}' if name else ''}: {part}")
+        print(f"{line:.110}{' ...' * (len(line) > 110)}")
 
 
 def main():

@@ -1,7 +1,7 @@
 """Trains on the exact gradient of an objective, summed over all answers that the task lists, instead of on samples.
 
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/exact        the expected reward
-python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/log OBJECTIVE=log
+python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/best BEST_OF=4     the best of four
 
 A run of train.py with the same settings differs from this one by its sampling alone. Questions, learning rate and KL
 are those of train.py; a question whose answers are not listed is left out, and an answer that is not listed gets the
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nanorook import settings
-from nanorook.settings import fail, heading, setting
+from nanorook.settings import fail
 
 if __name__ == "__main__":
     settings.read_run()  # before train's first setting
@@ -29,54 +29,25 @@ from nanorook.run import write
 from nanorook.task import draw_questions, load_items, start_folder
 from tools import exact
 
-heading("The exact gradient")
-OBJECTIVE = setting(
-    "OBJECTIVE",
-    "best",
-    "what is raised: the expected best of BEST_OF answers (of one: the expected reward); the log of the chance of each "
-    "level of the reward; or as the first, with a KL that weighs more where the start model is seldom right",
-    one_of=("best", "log", "anchored"),
-)
-
-REPORT_EVERY = 5  # steps
-
-
-def levels(policy, rewards):
-    """For each question its rewards in rising order, each as the gain over the one before, and the chance that an
-    answer earns at least as much: both (B, R). Equal rewards gain 0."""
-    rewards, order = rewards.sort(1)
-    gains = rewards.diff(dim=1, prepend=torch.zeros_like(rewards[:, :1]))
-    at_least = policy.gather(1, order).flip(1).cumsum(1).flip(1)
-    return gains, at_least
-
 
 def objective(policy, rewards, best_of):
-    """(B,) what is raised, for policies and rewards (B, R) of listed answers.
+    """(B,) what is raised, for policies and rewards (B, R) of listed answers: the expected best of k answers, which for
+    k = 1 is the expected reward.
 
-    The expected best of k answers is E[max] = Σ gain · (1 - (1 - chance)^k) over the levels of the reward. The gradient
-    that GRPO estimates from groups of G is 1/k - 1/G times that of E[max], so it has this factor here, too, and the KL
-    weighs as much (Walder & Karkhanis, 2025, Pass@K Policy Optimization). In the log, 1/G is what a group can see."""
-    G, (gains, at_least) = train.GROUP_SIZE, levels(policy, rewards)
-    if OBJECTIVE == "log":
-        return (gains * (at_least + 1 / G).log()).sum(1)
-    missed = (1 - at_least).clamp(min=1e-6)
-    return (1 / best_of - 1 / G) * (gains * (1 - missed**best_of)).sum(1)
-
-
-def kl_weights(reference, rewards, kinds):
-    """(B,) the weight of each question's KL. With OBJECTIVE=anchored it is up to G times as large for questions that
-    the reference (B, R) hardly ever answers right."""
-    by_kind = getattr(train.task, "KL_WEIGHTS", {})
-    weights = train.KL_COEF * torch.tensor([by_kind.get(kind, 1.0) for kind in kinds], device=rewards.device)
-    if OBJECTIVE == "anchored":
-        right = rewards == rewards.amax(1, keepdim=True)
-        weights = weights / ((reference * right).sum(1) + 1 / train.GROUP_SIZE)
-    return weights
+    It is E[max] = Σ gain · (1 - (1 - chance)^k) over the levels of the reward: what a level gains over the one below,
+    and the chance to reach it. The gradient that GRPO estimates from groups of G is 1/k - 1/G times that of E[max], so
+    it has this factor here, too, and the KL weighs as much (Walder & Karkhanis, 2025, Pass@K Policy Optimization)."""
+    rewards, order = rewards.sort(1)
+    gains = rewards.diff(dim=1, prepend=torch.zeros_like(rewards[:, :1]))  # (B, R) 0 for equal rewards
+    reached = policy.gather(1, order).flip(1).cumsum(1).flip(1)  # (B, R)
+    missed = (1 - reached).clamp(min=1e-6)
+    return (1 / best_of - 1 / train.GROUP_SIZE) * (gains * (1 - missed**best_of)).sum(1)
 
 
 def step_gradient(model, reference, questions, best_of):
     """Adds the gradient of the loss over these Listed questions; returns their mean reward and KL."""
     reward = kl = 0.0
+    kl_weights = getattr(train.task, "KL_WEIGHTS", {})
     for part in exact.parts(model, train.task.LIMITS, questions):
         some = [questions[place] for place in part.places]
         rewards = torch.zeros(part.real.shape)
@@ -91,8 +62,9 @@ def step_gradient(model, reference, questions, best_of):
         # The other answers' part of the KL is at least the mass that they gained, which is what the listed ones lost.
         terms = policy * (logp - ref_logp) + ref_policy - policy
         part_kl = torch.where(part.real, terms, 0).sum(1)  # (B,)
-        weights = kl_weights(ref_policy, rewards, [question.question.kind for question in some])
-        loss = (weights * part_kl - objective(policy, rewards, best_of)).sum() / len(questions)
+        weights = [kl_weights.get(question.question.kind, 1.0) for question in some]
+        weighted_kl = train.KL_COEF * torch.tensor(weights, device=part_kl.device) * part_kl
+        loss = (weighted_kl - objective(policy, rewards, best_of)).sum() / len(questions)
         loss.backward()
         reward += (policy * rewards).sum().item() / len(questions)
         kl += part_kl.sum().item() / len(questions)
@@ -108,10 +80,6 @@ def main():
     model = architectures.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     reference, optimizers = train.make_reference(model), train.make_optimizers(model)
     items, _ = load_items(train.task, train.DATA, model.config)
-    if len(items) < train.BATCH_POSITIONS:
-        fail(
-            f"DATA={train.DATA} has {len(items)} items, fewer than BATCH_POSITIONS={train.BATCH_POSITIONS}; give more."
-        )
     started = time.time()
     for step in range(train.STEPS):
         rng = random.Random(f"{train.SEED}/{step}")
@@ -127,7 +95,7 @@ def main():
                 group["lr"] = factor * train.LR
             optimizer.step()
         model.zero_grad(set_to_none=True)
-        if step % REPORT_EVERY == 0 or step + 1 == train.STEPS:
+        if step % 5 == 0 or step + 1 == train.STEPS:
             seconds = time.time() - started
             print(f"step {step}: expected reward {reward:.3f}, KL {kl:.4f}, {seconds:.0f} s", flush=True)
     out.mkdir(parents=True, exist_ok=True)
