@@ -147,10 +147,3 @@ def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):
     signal.main()
     printed = capsys.readouterr().out
     assert all(re.search(f"^{row}", printed, re.M) for row in ROWS), printed
-
-
-@pytest.mark.slow
-def test_as_a_user_starts_it(toy_model):
-    arguments = [f"{name}={value}" for name, value in (toy.SETTINGS | {"MODEL": toy_model, "QUESTIONS": 8}).items()]
-    ended = toy.user_runs("-m", "tools.signal", *arguments)
-    assert all(re.search(f"^{row}", ended.stdout, re.M) for row in ROWS), ended.stderr
