@@ -7,36 +7,33 @@ greedy move, whether for the better or not.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 
 import architectures
-import rewards
 from examples import mates
 from nanorook.monitor import printable
 from nanorook.settings import fail, output_file
 from nanorook.task import grade_answers
+from rewards import start_model
 from rollout import sample
 from rook import board
 
-AT_ONCE = 64  # questions
 
-
-def moves(model, questions):
-    """The graded greedy answer to each question."""
-    rollouts = sample(model, questions, 1, mates.LIMITS, temperature=0)
-    return [answer for rollout in rollouts for answer in grade_answers(mates, rollout.answers)]
+def greedy(model, questions):
+    """Yields the graded greedy answers."""
+    for rollout in sample(model, questions, 1, mates.LIMITS, temperature=0, max_rows=64):
+        yield from grade_answers(mates, rollout.answers)
 
 
 def first_change(before, after):
     """The first position in which the two models' moves differ: the answer of each."""
     _, held_out = mates.load("builtin", before.config)
     questions = [mates.ask("mates", position, before.config) for kind, position in held_out if kind == "mates"]
-    for first in range(0, len(questions), AT_ONCE):
-        some = questions[first : first + AT_ONCE]
-        for pair in zip(moves(before, some), moves(after, some)):
-            if pair[0].text != pair[1].text:
-                return pair
+    for pair in zip(greedy(before, questions), greedy(after, questions)):
+        if pair[0].text != pair[1].text:
+            return pair
     fail("the two models' greedy moves are the same in all held-out positions.")
 
 
@@ -45,9 +42,8 @@ def picture(answers):
     parts = []
     for place, (title, answer) in enumerate(zip(("before", "after"), answers)):
         text = f"{title}: {printable(answer.text.strip())}, reward {answer.grade.reward:.2g}"
-        drawn = board.draw(answer.question, answer.text).replace(
-            "<svg ", f'<svg x="{400 * place}" y="40" width="378" height="378" ', 1
-        )
+        position = f'<svg x="{400 * place}" y="40" width="378" height="378" '
+        drawn = board.draw(answer.question, answer.text).replace("<svg ", position, 1)
         parts.append(f'<text x="{400 * place + 200}" y="26" text-anchor="middle">{text}</text>{drawn}')
     style = 'font-family="sans-serif" font-size="20" fill="#24292f"'
     size = 'viewBox="0 0 800 440" width="800" height="440"'
@@ -59,11 +55,8 @@ def main():
     p.add_argument("model", help="what a run of examples/mates.py has made of the embedded model")
     p.add_argument("out", type=output_file, help="the SVG to write")
     a = p.parse_args()
-    start, trained = (
-        architectures.load(source).inference_copy(torch.float32) for source in (rewards.start_model(), a.model)
-    )
-    with open(a.out, "w") as file:
-        file.write(picture(first_change(start, trained)))
+    before, after = (architectures.load(source).inference_copy(torch.float32) for source in (start_model(), a.model))
+    Path(a.out).write_text(picture(first_change(before, after)))
 
 
 if __name__ == "__main__":

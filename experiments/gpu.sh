@@ -4,7 +4,7 @@
 #   experiments/gpu.sh [OUT]          OUT: runs/gpu unless another folder is named
 #
 #   tests                  the tests of CUDA
-#   bench, bench-plain     W2 and W4 beside transformers and TRL, W8 and W9 with their peak memory; plain: no torch.compile
+#   bench, bench-plain     W2, W4 beside TRL, W8 and W9 with their peak memory; plain: no torch.compile
 #   gsm8k                  300 steps of GRPO, if QWEN names a model (Qwen/Qwen2.5-0.5B-Instruct, or a folder)
 #   ocaml                  likewise, if CODER names one (Qwen/Qwen2.5-Coder-1.5B-Instruct, or a folder)
 #

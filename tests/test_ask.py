@@ -30,7 +30,7 @@ def test_chess(capsys, monkeypatch):
     for answer, grade in zip(lines[1:7:2], lines[2:7:2], strict=True):
         assert f"{rewards.grade(question, answer[12:]).reward:.4g}" == grade.split()[0]
     assert lines[7].startswith(f"reference answer: ('{question.truth[0]}', 0.001, False, False)"[:110])
-    one, other = (output(capsys, "weights/tiny", "--answers", "1", FEN, "--seed", s).splitlines() for s in "01")
+    one, other = (output(capsys, "weights/tiny", "--answers", "1", FEN, f"SEED={s}").splitlines() for s in "01")
     assert one[0].startswith("policy: P: rnbqkbnr/pppppppp/......../") and one[1] == other[1] and one[3:] != other[3:]
 
 

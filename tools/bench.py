@@ -1,9 +1,9 @@
-"""Speed: seconds of a rollout and of a whole step, compared with transformers and TRL.
+"""Speed: seconds of a rollout and of a whole step, which is compared with TRL.
 
 python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32]
 
-Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
-take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. If other
+Weights are random and nothing ends early, so every run does the same work. In each round nanorook and TRL take turns,
+and a ratio is the median of the rounds' ratios: a machine whose speed changes favours neither. If other
 programs share the CPU, a process's seconds of CPU time say more than the clock; with OMP_NUM_THREADS=1 they contain no
 time of threads that only wait.
 """
@@ -157,15 +157,10 @@ def prepare(w, prompts, device, dtype):
     return model, run
 
 
-# ---- transformers and TRL -------------------------------------------------------------------------------------
+# ---- TRL -----------------------------------------------------------------------------------------------------
 
-TRANSFORMERS = {  # arguments of the model
-    "transformers, default": {},
-    "transformers, float32": {"dtype": "float32"},
-    "transformers, bfloat16": {"dtype": "bfloat16"},
-}
 PLAIN = {"bf16": False, "gradient_checkpointing": False}
-TRL = {  # the same, and arguments of GRPOConfig besides those of the workload
+TRL = {  # arguments of the model, and of GRPOConfig besides those of the workload
     "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
     "TRL, float32": ({"dtype": "float32"}, PLAIN),
     "TRL, bfloat16": ({"dtype": "bfloat16"}, PLAIN),
@@ -174,40 +169,9 @@ TRL = {  # the same, and arguments of GRPOConfig besides those of the workload
 }
 
 
-def fused(w, options):
-    """A model whose options are not the default gets a fused GELU: transformers' gelu_new is many small operations."""
-    gpt2 = isinstance(w.config, GPTConfig)
-    return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
-
-
-def transformers_rounds(w, prompts, folder, device, runs, turn, whom):
-    """Rounds with transformers' generate in some settings, with the weights in `folder`, after one that does not
-    count."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
-    inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
-    cache = "static" if hardware.compiles("auto", device) else "dynamic"  # generate() compiles with a static cache
-    models = {}
-    for who in whom:
-        options = fused(w, TRANSFORMERS[who])
-        model = models[who] = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to(device)
-        model.generation_config.update(
-            eos_token_id=None, num_return_sequences=w.group, max_new_tokens=w.new, do_sample=True, top_k=0,
-            pad_token_id=0, cache_implementation=cache if options else "dynamic",
-        )  # fmt: skip
-    rounds = []
-    for _ in range(runs + 1):
-        rounds.append(turn())
-        for who, model in models.items():
-            with timed(who, rounds[-1], device):
-                out = model.generate(**inputs)
-            assert out.shape == (len(prompts) * w.group, inputs["input_ids"].shape[1] + w.new)
-    return rounds[1:]  # in the first one, caches were filled and code compiled
-
-
 def trl_rounds(w, prompts, folder, device, runs, turn, who):
-    """Rounds with TRL's GRPOTrainer in one of its settings, which makes the steps in its own loop."""
+    """Rounds with TRL's GRPOTrainer in one of its settings, which makes the steps in its own loop, after one that does
+    not count. Both start with the weights in `folder`."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -229,10 +193,12 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
         assert all(len(ids) == w.new for ids in completion_ids)
         return torch.rand(len(prompts)).tolist()  # as in prepare()
 
-    init, options = TRL[who]
+    model, options = TRL[who]
+    if model and isinstance(w.config, GPTConfig):  # transformers' own GELU for GPT-2 is many small operations
+        model = model | {"activation_function": "gelu_pytorch_tanh"}
     scale = {"std": "group"}.get(train.SCALE_REWARDS, train.SCALE_REWARDS)  # TRL's word; it has no "mean"
     config = GRPOConfig(
-        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(fused(w, init)),
+        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(model),
         per_device_train_batch_size=w.prompts * w.group // options.get("gradient_accumulation_steps", 1),
         num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=runs + 1,
         beta=w.kl, loss_type=train.LOSS, scale_rewards=scale, epsilon=train.CLIP_RANGE,
@@ -253,15 +219,17 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
 
 
 def measure(w, device, dtype, runs, only):
-    """Rounds of nanorook and of those whose names contain `only`."""
+    """Rounds of nanorook, and of TRL in the settings whose names contain `only`."""
     reset_peak(device)
     prompts = random_prompts(w.prompts, w.tokens)
     model, run = prepare(w, prompts, device, dtype)
-    peer, settings = ("transformers", TRANSFORMERS) if w.kl is None else ("trl", TRL)
-    whom = [who for who in settings if only in who]
+    settings = [who for who in TRL if only in who and w.kl is not None]
+    if settings and not importlib.util.find_spec("trl"):
+        print("  TRL is not installed, so nothing is compared")
+        settings = []
 
     def turn():
-        """{who: seconds} of a round, without transformers and TRL."""
+        """{who: seconds} of a round, without TRL."""
         seconds = {}
         with timed("nanorook", seconds, device):
             run()
@@ -269,16 +237,11 @@ def measure(w, device, dtype, runs, only):
 
     turn()
     print(f"  peak memory of nanorook {peak_memory(device):.1f} GB")
-    if whom and not importlib.util.find_spec(peer):
-        print(f"  {peer} is not installed, so nothing is compared")
-        whom = []
+    if not settings:
+        return [turn() for _ in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
-        if not whom:
-            return [turn() for _ in range(runs)]
-        if w.kl is None:
-            return transformers_rounds(w, prompts, folder, device, runs, turn, whom)
-        return [seconds for who in whom for seconds in trl_rounds(w, prompts, folder, device, runs, turn, who)]
+        return [seconds for who in settings for seconds in trl_rounds(w, prompts, folder, device, runs, turn, who)]
 
 
 def summary(rounds, w):
@@ -304,11 +267,11 @@ def main():
                    help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="number of rounds; figures are their medians")
     p.add_argument("--only", default="", metavar="NAME",
-                   help="compare only with those whose names contain this; nanorook: with none")  # fmt: skip
+                   help="compare only with settings of TRL whose names contain this; nanorook: with none")  # fmt: skip
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
     a = p.parse_args()
-    if a.only != "nanorook" and not any(a.only in who for who in [*TRANSFORMERS, *TRL]):
-        p.error(f"--only {a.only}: no setting has this name; there are {', '.join([*TRANSFORMERS, *TRL])}.")
+    if a.only != "nanorook" and not any(a.only in who for who in TRL):
+        p.error(f"--only {a.only}: no setting has this name; there are {', '.join(TRL)}.")
     device, dtype = hardware.prepare(dtype=a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
     print(f"{machine['machine']}, {torch.get_num_threads()} threads, {machine['dtype']}", flush=True)

@@ -174,7 +174,7 @@ def report(found, kinds, tokens):
     names, halves = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], found.pop(HALVES, None)
     steps = [["questions", "in a step", "until half is signal", "a step's signal"]]
     noise = [["noise of a step", "between questions", "best group", "what helps"]]
-    paid = [["at equal answers", "answers until half is signal", "squared gradient"]]
+    paid = [["at equal answers", "answers until half is signal"]]
     for kind in names:
         at = [i for i, k in enumerate(kinds) if kind in ("all", k)]
         n, (share, half) = len(at) / len(kinds) * train.BATCH_POSITIONS, signal(found[SET][at])
@@ -182,11 +182,9 @@ def report(found, kinds, tokens):
         steps.append([kind, f"{n:.3g}", describe(found[SET][at]), part])
         if halves is not None and halves[at].any():
             noise.append([kind, *split(halves[at], *tokens[at].mean(0).tolist())])
-        base = found[SET][at, -1].mean()
         for name, rows in found.items():
             if rows[at, -1].any() and (len(names) == 1 or kind != "all" or not name.endswith("alone")):
-                square = f"{rows[at, -1].mean() / base:.0%}" if base else ""
-                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE), square])
+                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE)])
     print("\n\n".join(table(lines) for lines in (steps, noise, paid) if lines[1:]))
 
 
