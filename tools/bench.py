@@ -196,12 +196,11 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
     model, options = TRL[who]
     if model and isinstance(w.config, GPTConfig):  # transformers' own GELU for GPT-2 is many small operations
         model = model | {"activation_function": "gelu_pytorch_tanh"}
-    scale = {"std": "group"}.get(train.SCALE_REWARDS, train.SCALE_REWARDS)  # TRL's word; it has no "mean"
     config = GRPOConfig(
         output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(model),
         per_device_train_batch_size=w.prompts * w.group // options.get("gradient_accumulation_steps", 1),
         num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=runs + 1,
-        beta=w.kl, loss_type=train.LOSS, scale_rewards=scale, epsilon=train.CLIP_RANGE,
+        beta=w.kl, loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
         epsilon_high=train.CLIP_RANGE_HIGH, learning_rate=train.LR, lr_scheduler_type="constant", adam_beta2=0.95,
         max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
         disable_tqdm=True, **options,
