@@ -124,19 +124,6 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
-def test_halves_of_an_odd_group_leave_its_last_answer_out(toy_settings):
-    """As if it had not been drawn."""
-    toy_settings(GROUP_SIZE=5)
-    model, found = toy.model(), []
-    rollouts = list(signal.ask(model, toy.questions(3)))
-    for G in (5, 4):
-        toy_settings(GROUP_SIZE=G)
-        kept = [[row for row in range(len(rollout.answers)) if row % 5 < G] for rollout in rollouts]
-        parts = [toy.some_rows(rollout, rows) for rollout, rows in zip(rollouts, kept)]
-        found.append(signal.gradients(model, parts)["halves"])
-    assert torch.allclose(*found, atol=1e-5) and found[0].any()
-
-
 ROWS = "all +4 ", "noise of a step +between", "short ", "long ", "long, even alone "
 
 
