@@ -337,7 +337,7 @@ def add_gradient(model, reference, part, normalizer, is_first_epoch):
         if reference:
             with torch.no_grad():
                 part.ref_logprobs, _ = forward(reference, part, TEMPERATURE)
-    loss, sums = loss_and_sums(logprobs, entropy, part, normalizer, KL_COEF)
+    loss, sums = loss_and_sums(logprobs, entropy, part, normalizer)
     if part.has_gradient:
         loss.backward()
     return sums
@@ -370,9 +370,8 @@ def compiled_score(architecture):
     return torch.compile(architecture.score, dynamic=True) if wanted else architecture.score
 
 
-def loss_and_sums(logprobs, entropy, part, normalizer, kl_coef):
-    """What a part adds to the loss, and sums over its tokens for the metrics. `kl_coef` is KL_COEF, unless tools.signal
-    tries another."""
+def loss_and_sums(logprobs, entropy, part, normalizer):
+    """What a part adds to the loss, and sums over its tokens for the metrics."""
     mask, old_logprobs = part.completion_mask, part.old_logprobs
     loss, sums = grpo.policy_loss(
         logprobs,
@@ -391,7 +390,7 @@ def loss_and_sums(logprobs, entropy, part, normalizer, kl_coef):
     }
     if part.ref_logprobs is not None:
         kl = part.kl_weights[:, None] * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
-        loss = loss + kl_coef * grpo.aggregate(kl, mask, LOSS, normalizer)
+        loss = loss + KL_COEF * grpo.aggregate(kl, mask, LOSS, normalizer)
         # Whatever KL_ESTIMATOR is, k2 is measured: a single token can blow up k3's mean.
         measured["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()
     sums |= measured | {f"{part.kind}/{name}": value for name, value in measured.items()}

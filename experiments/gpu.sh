@@ -4,12 +4,12 @@
 #   experiments/gpu.sh [OUT]          OUT: runs/gpu unless another folder is named
 #
 #   tests                  the tests of CUDA
-#   bench, bench-plain     W2 and W4 beside transformers and TRL, W8 and W9 with their peak memory; plain: no torch.compile
+#   bench, bench-plain     W2, W4 beside TRL, W8 and W9 with their peak memory; plain: no torch.compile
 #   gsm8k                  300 steps of GRPO, if QWEN names a model (Qwen/Qwen2.5-0.5B-Instruct, or a folder)
 #   ocaml                  likewise, if CODER names one (Qwen/Qwen2.5-Coder-1.5B-Instruct, or a folder)
 #
 # Each part writes OUT/PART.log. The same command continues after an interruption: parts that have ended well are left
-# out, and a training run resumes. TINY=1 rehearses all of this on a CPU in a few seconds.
+# out, and a training run resumes.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/.."
 out=$(realpath -m "${1:-runs/gpu}")
@@ -33,13 +33,12 @@ part() {
 }
 
 train() { # NAME NAME=value ...
-    part "$1" "$PYTHON" train.py OUT_DIR="$out/$1" EVAL_SAMPLES=16 "${@:2}"
+    part "$1" "$PYTHON" train.py OUT_DIR="$out/$1" EVAL_SAMPLES=16 STEPS=300 "${@:2}"
 }
 
-bench="W2 W4 W8 W9" steps="STEPS=300"
-[ -z "${TINY:-}" ] || bench="W3 --runs 1 --only nanorook" steps="STEPS=2 BATCH_POSITIONS=2 GROUP_SIZE=2 EVAL_POSITIONS=2"
-[ -n "${TINY:-}" ] || part tests "$PYTHON" -m pytest -q tests/test_cuda.py
-part bench "$PYTHON" -m tools.bench $bench --json "$out/bench.json"
-part bench-plain env TORCHDYNAMO_DISABLE=1 "$PYTHON" -m tools.bench $bench --json "$out/bench-plain.json"
-[ -z "${QWEN:-}" ] || train gsm8k TASK=examples/gsm8k.py MODEL="$QWEN" $steps
-[ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml.py MODEL="$CODER" $steps
+bench="W2 W4 W8 W9"
+part tests "$PYTHON" -m pytest -q tests/test_cuda.py
+part bench "$PYTHON" -m tools.bench $bench
+part bench-plain env TORCHDYNAMO_DISABLE=1 "$PYTHON" -m tools.bench $bench
+[ -z "${QWEN:-}" ] || train gsm8k TASK=examples/gsm8k.py MODEL="$QWEN"
+[ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml.py MODEL="$CODER"

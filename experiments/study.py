@@ -75,18 +75,12 @@ def policy_of(model, questions, kept, device):
         return compare.Policy(**arrays)
 
 
-def skills(policy):
-    """{name for a column: (Q,)}"""
-    short = {"most likely answer right": "greedy", "other answers": "other"}
-    return {short.get(name, name): values.astype(float) for name, values in policy.skills().items()}
-
-
 def skill_rows(start, models):
     """The start's skills in percent, and what each setting gains, in points, position by position."""
-    before = skills(start)
+    before = start.skills()
     rows = [["", *before], ["start, %", *(f"{100 * values.mean():.1f}" for values in before.values())]]
     for title, policies in models.items():
-        after = [skills(policy) for policy in policies]
+        after = [policy.skills() for policy in policies]
         gains = [compare.over_models([one[name] - before[name] for one in after]) for name in before]
         rows.append([title, *(with_interval(100 * mean, 100 * half, "+.1f") for mean, half in gains)])
     return rows
@@ -94,14 +88,14 @@ def skill_rows(start, models):
 
 def run_and_control_rows(start, runs, controls):
     """Before and after the runs of a setting, with the gain of their controls: the table of a single sweep."""
-    before, after = skills(start), [skills(policy) for policy in runs]
+    before, after = start.skills(), [policy.skills() for policy in runs]
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name, values in before.items():
         if name == "other":
             continue
         row = [f"mates found, {name}", f"{100 * values.mean():.1f}"]
         row.append(f"{100 * np.mean([one[name].mean() for one in after]):.1f}")
-        for policies in (after, [skills(policy) for policy in controls]):
+        for policies in (after, [policy.skills() for policy in controls]):
             mean, half = compare.over_models([one[name] - values for one in policies])
             row.append(with_interval(100 * mean, 100 * half, "+.1f"))
         rows.append(row)
@@ -147,8 +141,7 @@ def draw_front(start, models, file):
     """pass@1 and pass@16 of each model."""
     figure, axes = pyplot.subplots(figsize=(5.5, 4))
     for name, policies in ({"start": [start]} | models).items():
-        found = [(p.whole * p.right).sum(1) for p in policies]
-        points = [[100 * exact.pass_at_k(rates, k).mean() for rates in found] for k in (1, 16)]
+        points = [[100 * p.skills()[f"pass@{k}"].mean() for p in policies] for k in (1, 16)]
         axes.scatter(*points, label=name, color=COLOURS[name], s=24)
     axes.set(xlabel="pass@1, %", ylabel="pass@16, %")
     axes.legend(frameon=False, fontsize=8)
@@ -169,19 +162,17 @@ def main():
     device, _ = hardware.prepare(train.DEVICE, "float32")
     found = models_in(a.folder) or fail(f"{a.folder} has no runs such as plain/seed-0.")
     source = train.MODEL or start_folder(train.task)
-    questions = compare.listed_questions(architectures.load(source).config, training=False, most=None)
+    questions = compare.listed_questions(architectures.load(source).config)
     questions = [question for question in questions if question.question.kind == KIND]
     kept = f"policy-{len(questions)}.npz"
     start = policy_of(source, questions, a.folder / kept, device)
-    models = {
-        name: [policy_of(model, questions, model.with_name(kept), device) for model in some]
-        for name, some in found.items()
-    }
-
-    seeds = {
-        name: f"{name}, {len(some)} seeds" if len(some) > 1 else f"{name}, one seed" for name, some in models.items()
-    }
-    titled = {seeds[name]: policies for name, policies in models.items()}
+    models = {}
+    for name, some in found.items():
+        models[name] = [policy_of(model, questions, model.with_name(kept), device) for model in some]
+    titled = {}
+    for name, policies in models.items():
+        seeds = f"{len(policies)} seeds" if len(policies) > 1 else "one seed"
+        titled[f"{name}, {seeds}"] = policies
     tables = {"exact-skill": skill_rows(start, titled), "exact-change": change_rows(start, titled)}
     if models.keys() >= {"plain", SETTINGS["control"]}:
         tables["mates-test"] = run_and_control_rows(start, models["plain"], models[SETTINGS["control"]])

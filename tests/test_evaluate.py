@@ -124,14 +124,3 @@ def test_tools_take_the_settings_of_the_run_whose_model_they_are_given(tmp_path,
     monkeypatch.setattr(sys, "argv", ["tool", "a/hub-id"])
     settings.read_run()
     assert not settings.GIVEN["run"]
-
-
-@pytest.mark.slow
-def test_as_a_user_starts_it(toy_run, tmp_path, toy_model):
-    toy_run(EVAL_POSITIONS=6, TEMPERATURE=0.5)
-    model = tmp_path / "out" / "step-000002"
-    told = toy.user_runs("-m", "tools.evaluate", model)
-    assert f"6 held-out questions of tests/toy.py: A is {toy_model}, B is {model}\n" in told.stdout, told.stderr
-    assert "short reward, sampled" in told.stdout
-    told = toy.user_runs("-m", "tools.ask", model, "--answers", "1")
-    assert told.stdout.count("T=0.5  ->") == 3, told.stderr

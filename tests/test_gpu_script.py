@@ -1,23 +1,28 @@
-"""experiments/gpu.sh on a CPU with tiny settings: it fails with a sentence, continues, and skips what is done."""
+"""experiments/gpu.sh with a Python that only says what it is asked for."""
 
 import os
 import subprocess
-import sys
 
-import pytest
+import torch
 
-from toy import ROOT
+from tools import bench
+from toy import ROOT, program
 
 
-@pytest.mark.slow
-def test_what_is_done_is_not_done_again_and_a_failure_is_named(tmp_path, toy_model):
+def test_what_is_done_is_not_done_again_and_a_failure_is_named(tmp_path):
+    says = 'case "$*" in -c*) ;; *) echo "$@";; esac; case "$*" in *MODEL=none*) exit 1;; esac'
+    python = program(tmp_path / "python", says)
     command = [str(ROOT / "experiments/gpu.sh"), str(tmp_path)]
-    env = os.environ | dict(TINY="1", PYTHON=sys.executable, QWEN=str(tmp_path / "none"))
-    first = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert first.returncode == 1 and "error: gsm8k failed, see " in first.stderr
-    assert "there is no such folder" in first.stderr and (tmp_path / "bench.json").exists()
-    assert {file.name for file in tmp_path.glob("*.done")} == {"bench.done", "bench-plain.done"}
-    written = (tmp_path / "bench.log").stat().st_mtime_ns
-    again = subprocess.run(command, env=env | {"QWEN": ""}, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.count("W3 whole step") == 2 and (tmp_path / "bench.log").stat().st_mtime_ns == written
+
+    def run(**models):
+        env = os.environ | {"PYTHON": python} | models
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    first = run(QWEN="none")
+    assert first.returncode == 1 and "error: gsm8k failed, see " in first.stderr and "MODEL=none" in first.stderr
+    assert {file.stem for file in tmp_path.glob("*.done")} == {"tests", "bench", "bench-plain"}
+    asked = (tmp_path / "bench.log").read_text().split()
+    assert asked[:2] == ["-m", "tools.bench"] and {*asked[2:]} <= {*bench.workloads(torch.device("cuda"))}
+    (tmp_path / "bench.log").write_text("kept\n")
+    again = run(QWEN="some")
+    assert again.returncode == 0 and "kept" in again.stdout and "TASK=examples/gsm8k.py MODEL=some" in again.stdout

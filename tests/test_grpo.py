@@ -351,7 +351,7 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
         return value + 0.3 * grpo.aggregate(kl_weights[:, None] * grpo.kl(x, ref, mask, "k3"), mask, loss, total)
 
     def of_kind(kind, x):
-        return train.loss_and_sums(x[rows[kind]], torch.zeros_like(x[rows[kind]]), parts[kind], total, train.KL_COEF)
+        return train.loss_and_sums(x[rows[kind]], torch.zeros_like(x[rows[kind]]), parts[kind], total)
 
     ours = loss_and_gradient(lambda x: sum(of_kind(kind, x)[0] for kind in rows), logprobs)
     torch.testing.assert_close(ours, loss_and_gradient(expected, logprobs))

@@ -53,7 +53,7 @@ def test_most_of_a_step_is_signal(start, monkeypatch):
     """tools.signal says so, of the reward that is paid, and not of one that is the same for all answers."""
     toy.set_all(monkeypatch, toy.SETTINGS | letters.DEFAULTS, letters)
     questions = letters.make_questions(letters.load("", start.config)[0], 32, random.Random(0), start.config)
-    found = signal.gradients(start, None, list(signal.ask(start, questions, 1.0)))
+    found = signal.gradients(start, list(signal.ask(start, questions)))
     share, half = signal.signal(found["as set"])
     assert 0 < share - half and signal.noise_scale(share + half) < train.BATCH_POSITIONS
     assert "no signal seen" in signal.describe(found["structure alone"])

@@ -31,7 +31,6 @@ from test_rollout import (  # noqa: F401
     test_greedy_decoding_equals_the_full_forward,
     test_recorded_logprobs_are_those_of_the_training_forward,
 )
-from tools import doctor
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 LLAMA3 = dict(rope_theta=5e3, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -308,12 +307,3 @@ def test_right_answers_to_its_tasks_fit_their_limits(smollm2):
     ):
         questions = task.make_questions(task.load("", config)[1], 200, random.Random(0), config)
         assert max(len(config.tokenizer.encode(right(q.truth))) for q in questions) < max(task.LIMITS.values())
-
-
-def test_the_doctor_knows_a_trained_model_without_biases(model):
-    checked = lambda: doctor.weights(model).sentence  # noqa: E731
-    assert not checked()
-    for name, p in model.named_parameters():
-        if p.ndim == 1:
-            torch.nn.init.constant_(p, "norm" in name)
-    assert "those of an untrained model" in checked()

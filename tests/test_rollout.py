@@ -131,7 +131,7 @@ def test_a_stop_ends_an_answer_and_is_trained(stop_after):
     logprobs, entropy = train.forward(policy, rollout, train.TEMPERATURE)
     logprobs = logprobs.detach().requires_grad_()
     rollout.advantages, rollout.old_logprobs = torch.ones_like(logprobs), logprobs.detach()
-    train.loss_and_sums(logprobs, entropy, rollout, mask.sum(), train.KL_COEF)[0].backward()
+    train.loss_and_sums(logprobs, entropy, rollout, mask.sum())[0].backward()
     stopped = (plain.completions == stop) & plain.completion_mask
     rows, columns = stopped[:, stop_after:].nonzero().T
     assert len(rows) > 2 and stopped[:, :2].any()

@@ -34,10 +34,9 @@ def started(monkeypatch):
         seed = int(given["SEED"])
         rise = 0 if given["CONTROL"] == "shuffle" else 0.2 * (seed + 1) / (2 if given.get("LR") == "1" else 1)
         settings = {name: float(value) if name == "LR" else value for name, value in given.items()}
-        leave(
-            sweep.Path(given["OUT_DIR"]), ([0.4, 0.6], [0.4 + rise, 0.6 + rise]), [seed, 7], **{"STEPS": 9, **settings}
-        )
-        return types.SimpleNamespace(wait=lambda seconds: 1)  # a run that collapsed has finished, too
+        values = [0.4, 0.6], [0.4 + rise, 0.6 + rise]
+        leave(sweep.Path(given["OUT_DIR"]), values, [seed, 7], **{"STEPS": 9, **settings})
+        return types.SimpleNamespace(wait=lambda: 1)  # a run that collapsed has finished, too
 
     monkeypatch.setattr(sweep.subprocess, "Popen", start)
     return runs
@@ -84,9 +83,7 @@ def test_settings_by_name_are_compared_after_the_runs(main, started, tmp_path):
     "arguments, said",
     [
         (["SEED=5"], "SEED=5 is not a setting .*, or one that OUT, --seeds and --controls decide"),
-        (["--vary", "CONTROL=zero"], "CONTROL=zero is not a setting"),
-        (["--vary", "fast: LR=1 8"], "--vary 'fast: LR=1 8': 8 is not a setting in the form NAME=value"),
-        (["--seeds", "0"], "argument --seeds: 0 is not a whole number of at least 1."),
+        (["--vary", "fast: LR=1 8"], "8 is not a setting in the form NAME=value"),
         (["--show", "q wrong T=0"], "--show: the runs have no figure 'q wrong T=0', but q right T=0, entropy"),
     ],
 )
@@ -101,7 +98,7 @@ def test_runs_with_other_settings_are_not_mixed(main, started, tmp_path):
     with pytest.raises(SystemExit, match=r"seed-0 was made with LR=0\.03, not 0\.1; delete it, or name another OUT"):
         main("LR=0.1", "--seeds", "1")
     leave(tmp_path / "default" / "control-0", ([0.4, 0.6],) * 2, [0, 7], LR=0.03, STEPS=8, SEED="0", CONTROL="shuffle")
-    with pytest.raises(SystemExit, match="control-0 was made with STEPS=8, but .*seed-0 with 9; delete one of them"):
+    with pytest.raises(SystemExit, match="control-0 was made with STEPS=8, not 9; delete it, or name another OUT"):
         main("LR=3e-2", "--seeds", "1")
 
 
@@ -117,7 +114,7 @@ def test_ctrl_c_ends_the_program_with_a_sentence_and_does_not_kill_its_run(tmp_p
     monkeypatch.setattr("sys.argv", ["sweep", str(tmp_path)])
     with pytest.raises(SystemExit, match="^stopped; the current run ends when it has saved its step"):
         runpy.run_module("tools.sweep", run_name="__main__")
-    assert run.mock_calls == [mock.call.wait(10)]
+    assert run.mock_calls == [mock.call.wait()]
 
 
 def test_questions_that_seeds_share_widen_the_interval_of_the_table(tmp_path):

@@ -48,21 +48,15 @@ def ask(model, task, question, known, temperature, count):
         for answer in task_file.grade_answers(task, rollout.answers) if known else rollout.answers:
             show_answer(task, answer, f"{title:6} ")
     if known:
-        print(in_short(question.truth))
+        show_truth(question.truth)
 
 
-def in_short(truth):
-    """A reference answer for people: named parts get a line each, short ones first, and long ones are cut off."""
-    parts = truth.items() if isinstance(truth, dict) else [("", truth)]
-    lines = [f"reference answer{f', {name}' if name else ''}: {in_words(part)}" for name, part in parts]
-    return "\n".join(f"{line:.110}{' ...' * (len(line) > 110)}" for line in sorted(lines, key=len))
-
-
-def in_words(part, separator=", "):
-    if isinstance(part, dict):
-        part = [*part.items()]
-    nested = isinstance(part, list | tuple)
-    return separator.join(in_words(one, " ") for one in part) if nested else printable(str(part))
+def show_truth(truth):
+    """Prints a reference answer, with a line for each named part, and long lines cut off."""
+    parts = truth if isinstance(truth, dict) else {"": truth}
+    for name, part in parts.items():
+        line = printable(f"reference answer{f', {name}' if name else ''}: {part}")
+        print(f"{line:.110}{' ...' * (len(line) > 110)}")
 
 
 def main():
@@ -71,12 +65,12 @@ def main():
     p.add_argument("model", help="a model folder or hub id")
     p.add_argument("text", nargs="*", help="the question; also TASK=FILE.py and other settings of the task")
     p.add_argument("--answers", type=number(int, 1), default=3, help="number of sampled answers after the greedy one")
-    p.add_argument("--temperature", type=number(float, 0), help="of the sampled answers; None: the run's or the task's")
-    p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of answers and of held-out questions")
     a = p.parse_intermixed_args()
     task = task_file.load_task(setting("TASK", "rewards.py", "the file that makes questions and grades answers"))
     settings.take_defaults(task.DEFAULTS)
-    data, temperature = setting("DATA", "builtin", "as in train.py"), setting("TEMPERATURE", 1.0, "as in train.py")
+    data = setting("DATA", "builtin", "as in train.py")
+    seed = setting("SEED", 0, "as in train.py", low=0, high=2**32 - 1)
+    temperature = setting("TEMPERATURE", 1.0, "as in train.py", low=1e-3)
     dtype = setting("DTYPE", "auto", "as in train.py", one_of=("auto", "float32", "bfloat16"))
     device, dtype = hardware.prepare(setting("DEVICE", "auto", "as in train.py"), dtype)
     text = [word for word in a.text if word.partition("=")[0] not in settings.SETTINGS]
@@ -84,9 +78,9 @@ def main():
         fail(f"{unknown[0].partition('=')[0]} is not a setting of {task.__file__}; leave it out.")
     text = " ".join(text)
     model = architectures.load(a.model).to(device).inference_copy(dtype)
-    torch.manual_seed(a.seed)
-    temperature, known = temperature if a.temperature is None else a.temperature, hasattr(task, "question") or not text
-    for question in questions_about(task, text, data, a.seed, model.config):
+    torch.manual_seed(seed)
+    known = hasattr(task, "question") or not text
+    for question in questions_about(task, text, data, seed, model.config):
         ask(model, task, question, known, temperature, a.answers)
     if not known:
         print("not graded: the task has no function `question`, which would know the reference answer to this text.")

@@ -1,9 +1,9 @@
-"""Speed: seconds of a rollout and of a whole step, compared with transformers and TRL.
+"""Speed: seconds of a rollout and of a whole step, which is compared with TRL.
 
-python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32] [--json FILE]
+python -m tools.bench [W1 ... W9] [--runs 3] [--only nanorook] [--dtype float32]
 
-Weights are random and nothing ends early, so every run does the same work. In each round nanorook and the others
-take turns, and a ratio is the median of the rounds' ratios: a machine whose speed changes favours nobody. If other
+Weights are random and nothing ends early, so every run does the same work. In each round nanorook and TRL take turns,
+and a ratio is the median of the rounds' ratios: a machine whose speed changes favours neither. If other
 programs share the CPU, a process's seconds of CPU time say more than the clock; with OMP_NUM_THREADS=1 they contain no
 time of threads that only wait.
 """
@@ -20,7 +20,6 @@ import string
 import sys
 import tempfile
 import time
-import timeit
 import warnings
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,7 @@ from architectures import class_of
 from model import GPT, GPTConfig
 from nanorook import hardware
 from nanorook.monitor import describe
-from nanorook.settings import number, output_file
+from nanorook.settings import number
 from nanorook.task import Question
 from nanorook.tokenizer import Tokenizer
 from rollout import Answer, detokenize, generate
@@ -158,36 +157,10 @@ def prepare(w, prompts, device, dtype):
     return model, run
 
 
-def multiplications(w, model, prompts):
-    """The multiplications by weights. A rollout is one forward pass. A step adds another one, a backward pass, which
-    counts as two, and the reference's."""
-    new = w.prompts * w.group * w.new
-    forward = sum(p.numel() for p in model.h.parameters() if p.ndim == 2) * (sum(map(len, prompts)) + new)
-    forward += model.head_weight.numel() * new
-    return forward * (1 if w.kl is None else 4 + bool(w.kl))
+# ---- TRL -----------------------------------------------------------------------------------------------------
 
-
-def multiplication_rate(device, dtype):
-    """Multiplications per second in a large product, by the clock on a GPU or in CPU time, at this moment."""
-    x, weight = torch.ones(4096, 1024, device=device, dtype=dtype), torch.ones(1024, 1024, device=device, dtype=dtype)
-
-    def product():
-        torch.nn.functional.linear(x, weight)
-        clock(device)
-
-    timer = time.perf_counter if device.type == "cuda" else time.process_time
-    return x.numel() * len(weight) / min(timeit.repeat(product, timer=timer, number=1, repeat=20))
-
-
-# ---- transformers and TRL -------------------------------------------------------------------------------------
-
-TRANSFORMERS = {  # arguments of the model
-    "transformers, default": {},
-    "transformers, float32": {"dtype": "float32"},
-    "transformers, bfloat16": {"dtype": "bfloat16"},
-}
 PLAIN = {"bf16": False, "gradient_checkpointing": False}
-TRL = {  # the same, and arguments of GRPOConfig besides those of the workload
+TRL = {  # arguments of the model, and of GRPOConfig besides those of the workload
     "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
     "TRL, float32": ({"dtype": "float32"}, PLAIN),
     "TRL, bfloat16": ({"dtype": "bfloat16"}, PLAIN),
@@ -196,39 +169,9 @@ TRL = {  # the same, and arguments of GRPOConfig besides those of the workload
 }
 
 
-def fused(w, options):
-    """A model whose options are not the default gets a fused GELU: transformers' gelu_new is many small operations."""
-    gpt2 = isinstance(w.config, GPTConfig)
-    return options | {"activation_function": "gelu_pytorch_tanh"} if options and gpt2 else options
-
-
-def transformers_rounds(w, prompts, folder, device, runs, turn, whom=TRANSFORMERS):
-    """Rounds with transformers' generate in some settings, with the weights in `folder`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", pad_token="<|endoftext|>")
-    inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
-    cache = "static" if hardware.compiles("auto", device) else "dynamic"  # generate() compiles with a static cache
-    models = {}
-    for who in whom:
-        options = fused(w, TRANSFORMERS[who])
-        model = models[who] = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to(device)
-        model.generation_config.update(
-            eos_token_id=None, num_return_sequences=w.group, max_new_tokens=w.new, do_sample=True, top_k=0,
-            pad_token_id=0, cache_implementation=cache if options else "dynamic",
-        )  # fmt: skip
-    rounds = []
-    for _ in range(runs + 1):
-        rounds.append(turn())
-        for who, model in models.items():
-            with timed(who, rounds[-1], device):
-                out = model.generate(**inputs)
-            assert out.shape == (len(prompts) * w.group, inputs["input_ids"].shape[1] + w.new)
-    return rounds
-
-
 def trl_rounds(w, prompts, folder, device, runs, turn, who):
-    """Rounds with TRL's GRPOTrainer in one of its settings, which makes the steps in its own loop."""
+    """Rounds with TRL's GRPOTrainer in one of its settings, which makes the steps in its own loop, after one that does
+    not count. Both start with the weights in `folder`."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -250,13 +193,14 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
         assert all(len(ids) == w.new for ids in completion_ids)
         return torch.rand(len(prompts)).tolist()  # as in prepare()
 
-    init, options = TRL[who]
-    scale = {"std": "group"}.get(train.SCALE_REWARDS, train.SCALE_REWARDS)  # TRL's word; it has no "mean"
+    model, options = TRL[who]
+    if model and isinstance(w.config, GPTConfig):  # transformers' own GELU for GPT-2 is many small operations
+        model = model | {"activation_function": "gelu_pytorch_tanh"}
     config = GRPOConfig(
-        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(fused(w, init)),
+        output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(model),
         per_device_train_batch_size=w.prompts * w.group // options.get("gradient_accumulation_steps", 1),
         num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=runs + 1,
-        beta=w.kl, loss_type=train.LOSS, scale_rewards=scale, epsilon=train.CLIP_RANGE,
+        beta=w.kl, loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
         epsilon_high=train.CLIP_RANGE_HIGH, learning_rate=train.LR, lr_scheduler_type="constant", adam_beta2=0.95,
         max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
         disable_tqdm=True, **options,
@@ -267,57 +211,48 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
     trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = None
     trainer.eos_token_ids = [-1]
     trainer.train()
-    return rounds
+    return rounds[1:]
 
 
 # ---- Measurements ------------------------------------------------------------------------------------------
 
 
 def measure(w, device, dtype, runs, only):
-    """The figures of a workload: nanorook's median seconds, and how many times as long the others take."""
+    """Rounds of nanorook, and of TRL in the settings whose names contain `only`."""
     reset_peak(device)
     prompts = random_prompts(w.prompts, w.tokens)
     model, run = prepare(w, prompts, device, dtype)
-    peer, whom = ("transformers", TRANSFORMERS) if w.kl is None else ("trl", TRL)
-    whom = [who for who in whom if only in who]
+    settings = [who for who in TRL if only in who and w.kl is not None]
+    if settings and not importlib.util.find_spec("trl"):
+        print("  TRL is not installed, so nothing is compared")
+        settings = []
 
     def turn():
-        """{who: seconds} of a round, without transformers and TRL."""
+        """{who: seconds} of a round, without TRL."""
         seconds = {}
         with timed("nanorook", seconds, device):
             run()
         return seconds
 
     turn()
-    memory = peak_memory(device)
+    print(f"  peak memory of nanorook {peak_memory(device):.1f} GB")
+    if not settings:
+        return [turn() for _ in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)
-        if not whom or not importlib.util.find_spec(peer):
-            if whom:
-                print(f"  {peer} is not installed, so nothing is compared")
-            found = [[{}, *(turn() for _ in range(runs))]]
-        elif w.kl is None:
-            found = [transformers_rounds(w, prompts, folder, device, runs, turn, whom)]
-        else:
-            found = [trl_rounds(w, prompts, folder, device, runs, turn, who) for who in whom]
-    rounds = [seconds for some in found for seconds in some[1:]]  # the first of each does not count
-    least = multiplications(w, model, prompts) / multiplication_rate(device, dtype)
-    load = os.getloadavg()[1]  # of five minutes
-    print(f"  peak memory of nanorook {memory:.1f} GB, load of the machine {load:.1f}")
-    unit = "s" if device.type == "cuda" else "s of CPU"
-    print(f"  lower bound: {least:.3f} {unit} for the products with the weights alone")
-    return {**w._asdict(), "peak_memory_gb": memory, "least_seconds": least, "load": load, **summary(rounds, w)}
+        return [seconds for who in settings for seconds in trl_rounds(w, prompts, folder, device, runs, turn, who)]
 
 
 def summary(rounds, w):
-    """Medians of the seconds, and of the rounds' ratios, each by the clock and in CPU time."""
-    seconds, ratios = [median(s["nanorook"][i] for s in rounds) for i in (0, 1)], {}
-    tokens = w.prompts * w.group * w.new / seconds[0]  # a second
-    print("  median {:.3f} s, {:.3f} s of CPU, {:,.0f} tokens/s".format(*seconds, tokens))
-    for who in dict.fromkeys(who for s in rounds for who in s if who != "nanorook"):
-        ratios[who] = [median(s[who][i] / s["nanorook"][i] for s in rounds if who in s) for i in (0, 1)]
-        print("  {} takes {:.2f} times as long, {:.2f} times the CPU time".format(who, *ratios[who]), flush=True)
-    return {"seconds": seconds, "tokens_per_second": tokens, "ratios": ratios, "rounds": rounds}
+    """In words, the medians of the seconds and of the rounds' ratios, each by the clock and in CPU time."""
+    seconds, cpu_seconds = (median(taken["nanorook"][i] for taken in rounds) for i in (0, 1))
+    tokens = w.prompts * w.group * w.new / seconds  # a second
+    lines = [f"  median {seconds:.3f} s, {cpu_seconds:.3f} s of CPU, {tokens:,.0f} tokens/s"]
+    for who in dict.fromkeys(who for taken in rounds for who in taken if who != "nanorook"):
+        both = [taken for taken in rounds if who in taken]
+        ratio, cpu_ratio = (median(taken[who][i] / taken["nanorook"][i] for taken in both) for i in (0, 1))
+        lines.append(f"  {who} takes {ratio:.2f} times as long, {cpu_ratio:.2f} times the CPU time")
+    return "\n".join(lines)
 
 
 def main():
@@ -331,22 +266,18 @@ def main():
                    help=f"{', '.join(all_workloads)}; default: those that suit the machine")  # fmt: skip
     p.add_argument("--runs", type=number(int, 1), default=3, help="number of rounds; figures are their medians")
     p.add_argument("--only", default="", metavar="NAME",
-                   help="compare only with those whose names contain this; nanorook: with none")  # fmt: skip
+                   help="compare only with settings of TRL whose names contain this; nanorook: with none")  # fmt: skip
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: the faster one")
-    p.add_argument("--json", metavar="FILE", type=output_file, help="also write the numbers to this file")
     a = p.parse_args()
-    if a.only != "nanorook" and not any(a.only in who for who in [*TRANSFORMERS, *TRL]):
-        p.error(f"--only {a.only}: no setting has this name; there are {', '.join([*TRANSFORMERS, *TRL])}.")
+    if a.only != "nanorook" and not any(a.only in who for who in TRL):
+        p.error(f"--only {a.only}: no setting has this name; there are {', '.join(TRL)}.")
     device, dtype = hardware.prepare(dtype=a.dtype)
     machine = describe("python -m tools.bench", device, dtype)
-    result = {"machine": machine, "threads": torch.get_num_threads(), "workloads": {}}
-    print(f"{machine['machine']}, {result['threads']} threads, {machine['dtype']}", flush=True)
+    print(f"{machine['machine']}, {torch.get_num_threads()} threads, {machine['dtype']}", flush=True)
     for title in a.what or (["W2", "W4"] if device.type == "cuda" else ["W1", "W3"]):
         w = all_workloads[title]
         print(f"\n{title} {w.what}: {w.prompts} x {w.group} rows, {w.new} new tokens, {a.runs} rounds", flush=True)
-        result["workloads"][title] = measure(w, device, dtype, a.runs, a.only)
-        if a.json:  # after each, as it may be stopped
-            Path(a.json).write_text(json.dumps(result, indent=2, default=vars) + "\n")
+        print(summary(measure(w, device, dtype, a.runs, a.only), w), flush=True)
 
 
 if __name__ == "__main__":

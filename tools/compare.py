@@ -2,7 +2,6 @@
 
 python -m tools.compare START MODEL [MODEL ...]           several models are seeds of one setting, which are averaged
 python -m tools.compare START MODEL --training            on questions about the training data
-python -m tools.compare START MODEL --picture FILE.svg    also draws each right answer's probability before and after
 
 It takes the questions whose answers the task lists (`answers`, see nanorook/task.py), all that are held out. An answer
 is right if it has the highest reward of its question; a question without a wrong answer is left out. pass@k is computed
@@ -17,7 +16,6 @@ questions and, of several models, over seeds.
 """
 
 import argparse
-import math
 import random
 from pathlib import Path
 from statistics import median
@@ -33,7 +31,7 @@ if __name__ == "__main__":
 import architectures
 import train
 from nanorook import hardware
-from nanorook.settings import fail, number, output_file
+from nanorook.settings import fail
 from nanorook.statistics import interval, over_seeds, shared_variance, spread, with_interval
 from nanorook.tables import table
 from nanorook.task import draw_questions, load_items
@@ -67,7 +65,7 @@ class Policy(NamedTuple):
         """{name: (Q,)} of the whole policy: what it can do, and the probability of other answers."""
         found = (self.whole * self.right).sum(1)
         rates = {f"pass@{k}": exact.pass_at_k(found, k) for k in exact.TRIES}
-        return {"most likely answer right": is_top(self.right, self)} | rates | {"other answers": 1 - self.whole.sum(1)}
+        return {"greedy": is_top(self.right, self).astype(float), **rates, "other": 1 - self.whole.sum(1)}
 
 
 def padded(rows, dtype=float):
@@ -125,11 +123,6 @@ def over_models(values):
     return over_seeds(intervals, shared_variance([range(len(row)) for row in values], values))[:2]
 
 
-def ratio(parts, wholes):
-    """For each question a number, so that their mean is the ratio of the two sums."""
-    return spread([float(part) for part in parts], [float(whole) for whole in wholes])
-
-
 def percent(values):
     mean, half = over_models(values)
     return with_interval(100 * mean, 100 * half, ".1f")
@@ -159,9 +152,8 @@ def change_rows(start, models):
     changed = [jsd(m.p, start.p) for m in models]
     left = [jsd(m.p, s) for m, s in zip(models, sharp)]
     rows = [["α of the nearest sharpened start", with_interval(*interval(alphas), ".2f")]]
-    rows.append(["JSD(after, start) in nats", with_interval(*over_models(changed), ".3f")])
     if min(row.mean() for row in changed) >= CHANGED:
-        explained = [ratio(before - after, before) for before, after in zip(changed, left)]
+        explained = [spread((before - after).tolist(), before.tolist()) for before, after in zip(changed, left)]
         medians = []
         for before, after in zip(changed, left):
             enough = before >= CHANGED
@@ -201,42 +193,11 @@ def band_rows(start, models):
     return rows
 
 
-def picture(start, models):
-    """An SVG: for each question the probability of a right answer before (across) and after (up), with logarithmic axes
-    from 0.0001 to 1."""
-    size, margin, decades = 400, 50, 4
-
-    def at(probability):
-        return size * (1 + math.log10(max(probability, 10**-decades)) / decades)
-
-    after = np.mean([m.found for m in models], 0)
-    marks = "".join(
-        f'<circle cx="{margin + at(a):.1f}" cy="{margin + size - at(b):.1f}" r="1.6"/>'
-        for a, b in zip(start.found, after)
-    )
-    lines, texts = "", ""
-    for exponent in range(-decades, 1):
-        place, name = at(10.0**exponent), f"{10.0**exponent:g}"
-        lines += f'<path d="M{margin + place} {margin}v{size}M{margin} {margin + size - place}h{size}"/>'
-        texts += f'<text x="{margin + place}" y="{margin + size + 16}" text-anchor="middle">{name}</text>'
-        texts += f'<text x="{margin - 6}" y="{margin + size - place + 4}" text-anchor="end">{name}</text>'
-    middle = margin + size / 2
-    texts += f'<text x="{middle}" y="{margin + size + 36}" text-anchor="middle">right answer, before</text>'
-    texts += f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">right answer, after</text>'
-    side = size + 2 * margin
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {side} {side}" font-family="sans-serif" font-size="12">'
-        f'<rect width="{side}" height="{side}" fill="#fff"/><g stroke="#ddd">{lines}</g>'
-        f'<path d="M{margin} {margin + size}L{margin + size} {margin}" stroke="#888" stroke-dasharray="4"/>'
-        f'<g fill="#0072b2" fill-opacity="0.35">{marks}</g><g fill="#333">{texts}</g></svg>\n'
-    )
-
-
-def listed_questions(config, training, most):
+def listed_questions(config, training=False):
     """All held-out questions with a wrong answer among the listed ones, or as many about training items."""
     items, held_out = load_items(train.task, train.DATA, config)
     asked = items if training else held_out
-    count = min(len(asked), most or len(held_out) or len(asked))
+    count = min(len(asked), len(held_out) or len(asked))
     questions = draw_questions(train.task, asked, count, random.Random(train.SEED), config) if count else []
     questions = exact.listed(train.task, questions)
     return [question for question in questions if len({*question.rewards}) > 1]
@@ -248,11 +209,6 @@ def main():
     p.add_argument("start", help="the model that training started from: a folder or hub id")
     p.add_argument("model", nargs="+", help="trained models, seeds of one setting; and settings, NAME=value")
     p.add_argument("--training", action="store_true", help="questions from the training data, not held-out ones")
-    p.add_argument("--questions", type=number(int, 1), help="the most questions to draw (default: all held-out ones)")
-    p.add_argument(
-        "--picture", metavar="FILE", type=output_file, help="an SVG to write, for each kind of questions one"
-    )
-    p.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     a = p.parse_intermixed_args()
     given = [word for word in a.model if "=" in word and not Path(word).exists()]
     models = [word for word in a.model if word not in given]
@@ -261,7 +217,7 @@ def main():
         p.error("name a trained model after its start.")
     device, _ = hardware.prepare(train.DEVICE, "float32")
     start = architectures.load(a.start).to(device)
-    questions = listed_questions(start.config, a.training, a.questions)
+    questions = listed_questions(start.config, a.training)
     if not questions:
         fail(f"TASK={train.TASK} lists no answers with unequal rewards; see answers in nanorook/task.py.")
     kinds = np.array([question.question.kind for question in questions])
@@ -273,13 +229,9 @@ def main():
         side = "training" if a.training else "held-out"
         seeds = f", {len(models)} seeds" if len(models) > 1 else ""
         print(f"{some.sum()} {side} questions of the kind {kind}{seeds}: {a.start} and {', '.join(models)}\n")
-        print(table([["%", "start", "after"], *policy_rows(of_kind, of_models)], a.markdown), end="\n\n")
-        print(table([["%, but α and JSD", "after"], *change_rows(of_kind, of_models)], a.markdown), end="\n\n")
-        print(table(band_rows(of_kind, of_models), a.markdown), end="\n\n")
-        if a.picture:
-            file = Path(a.picture)
-            file = file if len({*kinds}) == 1 else file.with_stem(f"{file.stem}-{kind}")
-            file.write_text(picture(of_kind, of_models))
+        print(table([["%", "start", "after"], *policy_rows(of_kind, of_models)]), end="\n\n")
+        print(table([["%, but α", "after"], *change_rows(of_kind, of_models)]), end="\n\n")
+        print(table(band_rows(of_kind, of_models)), end="\n\n")
 
 
 if __name__ == "__main__":

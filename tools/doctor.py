@@ -24,7 +24,6 @@ if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
 import architectures
-import grpo
 import train
 from nanorook import hardware, monitor, sizes
 from nanorook.settings import fail
@@ -45,10 +44,6 @@ def check(name, figures, *wrong):
     return Check(name, next((sentence for condition, sentence in wrong if condition), ""), figures)
 
 
-def mean(x):
-    return x.float().mean().item()
-
-
 def prepare(count):
     """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
@@ -61,11 +56,11 @@ def prepare(count):
     return model, draw_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 
-def ask(model, questions, temperature):
+def ask(model, questions):
     """Yields what a step has before its update: graded Rollouts with their advantages."""
     sampler = model.inference_copy(model.dtype)
     noise = train.sampling_noise(len(questions), train.GROUP_SIZE, train.SEED)
-    rollouts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, temperature, noise)
+    rollouts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise)
     for rollout in tqdm(rollouts, "sampling", leave=False, disable=None):
         rollout.answers = grade_answers(train.task, rollout.answers)
         train.add_advantages(rollout, train.CREDIT)
@@ -73,116 +68,94 @@ def ask(model, questions, temperature):
 
 
 def run_checks(model, reference, optimizers, questions):
-    """Yields the checks one by one, as far as the answers get. `model` is updated."""
-    yield (found := weights(model))
-    if found.sentence:
-        return
+    """Yields the checks one by one. `model` is updated."""
+    if model.dtype == torch.bfloat16:
+        yield halfway(model)
     yield computing(model, questions[0])
-    rollouts = list(ask(model, questions, train.TEMPERATURE))
-    samples = [answer for rollout in rollouts for answer in rollout.answers]
-    yield truths(questions, samples)
+    rollouts = list(ask(model, questions))
+    yield truths(questions, [answer for rollout in rollouts for answer in rollout.answers])
     for rollout in rollouts:
         yield completions(model, rollout)
-    if any(rollout.group_size != train.GROUP_SIZE for rollout in rollouts):
-        return
     for rollout in rollouts:
         yield rewards(rollout)
 
-    # The first step of a run, and what train.py reports about it
+    # The first step of a run, which ends with a sentence if sampler, policy and reference disagree
     most = train.plan_memory(model, questions)
     kinds = {}
     for rollout in rollouts:  # questions of one kind may stop at different texts
         kinds.setdefault(rollout.kind, []).extend(microbatches(rollout, most, all_have_gradient=True))
-
-    @torch.no_grad()
-    def logprobs(parts):  # (tokens,)
-        rows = [(train.forward(model, part, train.TEMPERATURE)[0], part.completion_mask) for part in parts]
-        return torch.cat([found[mask].float() for found, mask in rows])
-
-    before, old = {kind: logprobs(parts) for kind, parts in kinds.items()}, copy.deepcopy(model.state_dict())
-    kept = copy.deepcopy(reference.state_dict()) if reference is not None else {}
-    metrics = monitor.describe_answers(samples, train.GROUP_SIZE)
-    metrics |= train.update(model, reference, optimizers, rollouts, most)
-    structure, kind = monitor.lowest(metrics, "structure")
-    figures = {f"{kind} structure": structure} if kind else {}
-    wrong = monitor.check_answers(metrics, train.task.LIMITS) or monitor.check_agreement(metrics, model.dtype)
-    yield check("start", figures | shown(metrics, "logprob_gap", "kl"), (wrong, f"{wrong[:1].upper()}{wrong[1:]}"))
-    verdict = monitor.diagnose(metrics, [metrics], train.KL_DIVERGENCE_THRESHOLD, train.MAX_GRAD_NORM)
-    state, advice = verdict.values()
-    figures = shown(metrics, "reward", "frac_zero_std", "hit_limit", "entropy", "grad_norm", "skipped")
-    yield check("first step", figures, (state != "green", f"{advice[:1].upper()}{advice[1:]}."))
+    before = {kind: logprobs(model, parts) for kind, parts in kinds.items()}
+    old, old_reference = copy.deepcopy((model.state_dict(), reference.state_dict() if reference else {}))
+    metrics = train.update(model, reference, optimizers, rollouts, most, check=True)
     change = get_total_norm(tensor - old[name] for name, tensor in model.state_dict().items()).item()
-    moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in kept.items())
+    moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in old_reference.items())
     yield check(
-        "update", {"lr": train.LR, "change": change, "relative": change / get_total_norm(old.values()).item()},
+        "update", {"lr": train.LR, "gradient": metrics["grad_norm"], "change": change},
         (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
         (metrics["grad_norm"] == 0, "The gradient is 0: give partial credit or raise GROUP_SIZE; rewards must differ."),
+        (metrics["skipped"] or metrics["broken"], f"Gradient or weights are not finite: lower LR={train.LR:g}."),
         (change == 0, f"The weights did not move: check LR={train.LR:g}, and whether the optimizer has all of them."),
     )  # fmt: skip
-    if metrics["broken"]:
-        return
-    first = max(mean(grpo.kl(b, logprobs(kinds[kind]), torch.ones_like(b), "k3")) for kind, b in before.items())
+
     for _ in range(UPDATES - 1):
         train.update(model, reference, optimizers, rollouts, most)
     gains = {}  # of the kinds in which some answers are better than others
     for kind, parts in kinds.items():
-        paid = torch.cat([part.advantages[part.completion_mask] for part in parts])
-        gains |= {f"{kind}/gain": mean((logprobs(parts) - before[kind]) * paid)} if paid.any() else {}
-    if not gains:  # which "update" has already said
-        return
+        advantages = torch.cat([part.advantages[part.completion_mask] for part in parts])
+        if advantages.any():
+            gains[f"{kind}/gain"] = ((logprobs(model, parts) - before[kind]) * advantages).mean().item()
     gain, kind = monitor.lowest(gains, "gain")
-    yield check(
-        "learning", {"updates": UPDATES, "KL of the first": first, f"{kind} gain": gain},
-        (first > train.KL_DIVERGENCE_THRESHOLD, f"One update led to a KL of {first:.4g}: lower LR={train.LR:g}."),
-        (not gain > 0,
-         f"Better {kind} answers did not become likelier: lower LR={train.LR:g}, or look for a wrong sign."),
-    )  # fmt: skip
+    if kind:  # otherwise the gradient is 0, which has been said
+        yield check(
+            "learning", {"updates": UPDATES, f"{kind} gain": gain},
+            (not gain > 0,
+             f"Better {kind} answers did not become likelier: lower LR={train.LR:g}, or look for a wrong sign."),
+        )  # fmt: skip
 
 
-def shown(metrics, *names):
-    return {name: metrics[name] for name in names if name in metrics}
+@torch.no_grad()
+def logprobs(model, parts):
+    """Those of all tokens of these microbatches."""
+    found = [(train.forward(model, part, train.TEMPERATURE)[0], part.completion_mask) for part in parts]
+    return torch.cat([logprobs[mask].float() for logprobs, mask in found])
 
 
-def weights(model):
-    state = model.state_dict()
-    untrained = all((tensor == tensor[0]).all() for tensor in state.values() if tensor.ndim == 1)
-    halfway = 0.0
-    if model.dtype == torch.bfloat16:  # which lacks the last 16 bits of fp32
-        count = sum((p.view(torch.int32) & 0xFFFF == 0x8000).sum().item() for p in state.values())
-        halfway = count / sum(p.numel() for p in state.values())
-    return check(
-        "weights", {"tensors": len(state), "norm": get_total_norm(state.values()).item(), "halfway": halfway},
-        (untrained, f"All biases and norms are those of an untrained model: check MODEL={train.MODEL}."),
-        (halfway > 0.01,
-         f"{halfway:.0%} of the weights lie halfway between two bf16 numbers, so the first update decides which way "
-         "they are rounded, however small LR is: use DTYPE=float32, or add noise to them, as examples/start.py does."),
-    )  # fmt: skip
+def halfway(model):
+    """Counts the weights that lie halfway between two bf16 numbers, which lack the last 16 bits of fp32."""
+    state = model.state_dict().values()
+    count = sum((p.view(torch.int32) & 0xFFFF == 0x8000).sum().item() for p in state)
+    share = count / sum(p.numel() for p in state)
+    sentence = (f"{share:.0%} of the weights lie halfway between two bf16 numbers, so the first update decides which "
+                "way they are rounded, however small LR is: use DTYPE=float32, or add noise to them, as "
+                "examples/start.py does.")  # fmt: skip
+    return check("weights", {"halfway": share}, (share > 0.01, sentence))
 
 
 @torch.no_grad()
 def computing(model, question):
-    """Compares this machine's forward pass with the same in float64, and with itself."""
+    """Compares this machine's forward pass with the same in float64."""
     ids = torch.tensor([prompt_ids(question.prompt, model.tokenizer)])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
-    first, again = (model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1) for _ in range(2))
-    error, change = mean((first - double).abs()), (again - first).abs().max().item()
+    here = model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1)
+    error = (here - double).abs().mean().item()
     bound = 1e-3 if model.dtype == torch.float32 else 0.1
     remedy = "look for a bug in its forward pass" if model.dtype == torch.float32 else "use DTYPE=float32"
-    return check(
-        "computing", {"error": error, "bound": bound, "asked again": change},
-        (change > bound / 10, f"A second forward pass differs by {change:.4g}: remove dropout or other randomness."),
-        (not error < bound, f"The model in {model.dtype} is off by {error:.4g} nats: {remedy}."),
-    )  # fmt: skip
+    wrong = not error < bound  # also where it is NaN
+    sentence = f"The model in {model.dtype} is off by {error:.4g} nats: {remedy}."
+    return check("computing", {"error": error, "bound": bound}, (wrong, sentence))
 
 
-def truths(questions, samples):
-    known = [question for question in questions if question.truth is not None]
-    kinds = {question.kind: len({repr(q.truth) for q in known if q.kind == question.kind}) for question in known}
-    stub = [kind for kind, n in kinds.items() if n == 1 < sum(question.kind == kind for question in known)]
-    # If a truth lacks the labels, the metrics of the answers say so.
-    unknown = int(sum(s.grade.metrics.get("unlabelled", s.question.truth is None) for s in samples)) // train.GROUP_SIZE
+def truths(questions, answers):
+    by_kind = {}
+    for question in questions:
+        if question.truth is not None:
+            by_kind.setdefault(question.kind, []).append(repr(question.truth))
+    stub = [kind for kind, known in by_kind.items() if len(known) > 1 and len({*known}) == 1]
+    # A truth may lack labels, which the metrics of its answers then say.
+    unlabelled = sum(a.grade.metrics.get("unlabelled", a.question.truth is None) for a in answers)
+    unknown = int(unlabelled) // train.GROUP_SIZE
     return check(
-        "questions", {"count": len(questions), "with a reference answer": len(questions) - unknown, **kinds},
+        "questions", {"count": len(questions), "with a reference answer": len(questions) - unknown},
         (stub, f"All {' and '.join(stub)} questions have the same reference answer: check DATA={train.DATA}."),
         (unknown, f"{unknown} have no reference answer, so right ones get no reward: check the labels of "
                   f"DATA={train.DATA}."),
@@ -191,40 +164,35 @@ def truths(questions, samples):
 
 def completions(model, rollout):
     """Checks that the mask and the tokens of a rollout are those of the answers that were graded."""
-    samples = rollout.answers
-    rows = [row[mask].tolist() for row, mask in zip(rollout.completions, rollout.completion_mask)]
-    metrics = {name.split(" ", 1)[1]: figure[0] for name, figure in monitor.intervals(samples).items()}
-    rules = samples[0].question.kind, samples[0].question.stop, samples[0].question.stop_after
-    expected, last = len(rollout.prompts) * train.GROUP_SIZE, stop_tokens_of(model.tokenizer, *rules)
-    marks = [[i >= last.get(token, len(row)) for i, token in enumerate(row)] for row in rows]
-    wrong = sum((sum(row), sum(row[-1:])) != (not s.hit_limit,) * 2 for row, s in zip(marks, samples))
-    foreign = sum(detokenize(model.tokenizer, row)[0] != s.text for row, s in zip(rows, samples))
+    asked = rollout.answers[0].question
+    stops = stop_tokens_of(model.tokenizer, asked.kind, asked.stop, asked.stop_after)
+    unmasked = foreign = 0
+    for answer, tokens, mask in zip(rollout.answers, rollout.completions, rollout.completion_mask):
+        row = tokens[mask].tolist()
+        ends = [place for place, token in enumerate(row) if place >= stops.get(token, len(row))]
+        unmasked += ends != ([] if answer.hit_limit else [len(row) - 1])
+        foreign += detokenize(model.tokenizer, row)[0] != answer.text
     return check(
-        f"{samples[0].question.kind} completions", {"count": len(rows), "tokens": sum(map(len, rows)), **metrics},
-        (len(rows) != expected,
-         f"There are {len(rows)} answers instead of {expected}: let rollout.sample use GROUP_SIZE={train.GROUP_SIZE}."),
-        (wrong, f"The mask of {wrong} leaves out the end token, so it is not trained: make masks from lengths."),
+        f"{rollout.kind} completions",
+        {"count": len(rollout.answers), "tokens": rollout.completion_mask.sum().item()},
+        (unmasked, f"The mask of {unmasked} leaves out the end token, so it is not trained: make masks from lengths."),
         (foreign, f"The tokens of {foreign} are not the text that was graded: keep the sampled ids as they are."),
     )  # fmt: skip
 
 
 def rewards(rollout):
-    samples = rollout.answers
-    values = torch.tensor([s.grade.reward for s in samples])
-    least, most, groups = values.min().item(), values.max().item(), values.view(-1, train.GROUP_SIZE)
-    different = {(s.question.prompt, s.text): s.grade.reward for s in samples}  # a likely answer is sampled repeatedly
+    values = torch.tensor([answer.grade.reward for answer in rollout.answers])
+    least, most = values.min().item(), values.max().item()
+    # A likely answer is sampled repeatedly
+    different = {(answer.question.prompt, answer.text): answer.grade.reward for answer in rollout.answers}
     capped = [reward for reward in different.values() if reward > most - 1e-6]
     share = len(capped) / len(different)
-    paid = rollout.advantages.abs().max().item()
-    times = paid / max(1e-9, (groups - groups.mean(1, keepdim=True)).abs().max().item())
     return check(
-        f"{samples[0].question.kind} rewards",
-        {"mean": mean(values), "std": values.std().item(), "min": least, "max": most, "advantage": paid},
+        f"{rollout.kind} rewards",
+        {"mean": values.mean().item(), "min": least, "max": most},
         (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
         (len(capped) > 4 and share > 0.5 and 1e-6 < most < 1 - 1e-6,
          f"{share:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
-        (train.SCALE_REWARDS == "std" and times > 20, f"SCALE_REWARDS=std multiplies noise by {times:.0f}: use "
-         "none."),
     )  # fmt: skip
 
 

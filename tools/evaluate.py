@@ -41,7 +41,6 @@ def main():
     p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
     p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
     p.add_argument("--training", action="store_true", help="evaluate on training questions, not on held-out ones")
-    p.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     a = p.parse_intermixed_args()
     given = [word for word in a.model if "=" in word and not Path(word).exists()]
     models = [word for word in a.model if word not in given]
@@ -52,7 +51,7 @@ def main():
         about = file.with_name("run.json")
         try:
             names = json.loads(about.read_text()).get("names", {}) if about.is_file() else {}
-            shown = table(skill_rows(json.loads(file.read_text()), names), a.markdown)
+            shown = table(skill_rows(json.loads(file.read_text()), names))
         except Exception as error:  # damage may show anywhere
             fail(f"{file} is damaged ({type(error).__name__}: {error}); for a new table, name {models[0]}/model.")
         print(shown)
@@ -75,7 +74,7 @@ def main():
     print(f"{count} {kind} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     rows = skill_rows(columns, names_of(train.task))
     rows[0][0] = kind
-    print(table(rows, a.markdown))
+    print(table(rows))
 
 
 if __name__ == "__main__":

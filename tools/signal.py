@@ -11,8 +11,7 @@ comes from which questions are drawn, and from which answers to them; more answe
 ("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/tools.md explains the tables.
 """
 
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -20,13 +19,12 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from nanorook import settings
-from nanorook.settings import fail, heading, setting
+from nanorook.settings import heading, setting
 
 if __name__ == "__main__":
     # Before train's first setting. Each graph is differentiated several times, which compiled ones refuse.
     settings.read_run(COMPILE="0")
 
-import architectures
 import train
 from nanorook.statistics import interval
 from nanorook.tables import table
@@ -35,7 +33,6 @@ from tools.doctor import ask, prepare
 
 heading("Signal")
 QUESTIONS = setting("QUESTIONS", 64, "number of questions, with the mix of kinds that a step of this size has", low=3)
-REFERENCE = setting("REFERENCE", "", "for a trained MODEL: the reference of its KL, which has no gradient at the start")
 
 SKETCH = 65537  # size of a gradient's sketch; odd, so that the entries of a matrix's column are not added up
 SET, HALVES = "as set", "halves"
@@ -103,44 +100,42 @@ def projection(model):
 
 
 def ways(answers):
-    """Ways of paying a group: (name, the answers with what is paid, CREDIT, KL_COEF)."""
-    yield SET, answers, train.CREDIT, train.KL_COEF
+    """{way of paying: (the answers with what is paid, CREDIT)} of a whole group."""
     other = "answer" if train.CREDIT == "piece" else "piece"
-    yield f"CREDIT={other}", answers, other, train.KL_COEF
-    if REFERENCE:
-        yield "KL_COEF=0", answers, train.CREDIT, 0.0
-    for name in dict.fromkeys(name for answer in answers for name in earned(answer.grade.pieces)):
-        pieces = [[piece for piece in a.grade.pieces if piece[0].split(" ")[0] == name] for a in answers]
-        alone = [a._replace(grade=a.grade._replace(pieces=part)) for a, part in zip(answers, pieces)]
-        yield f"{name} alone", alone, train.CREDIT, 0.0
+    found = {SET: (answers, train.CREDIT), f"CREDIT={other}": (answers, other)}
+    for name in earned(piece for answer in answers for piece in answer.grade.pieces):
+        alone = []
+        for answer in answers:
+            pieces = [piece for piece in answer.grade.pieces if piece[0].split(" ")[0] == name]
+            alone.append(answer._replace(grade=answer.grade._replace(pieces=pieces)))
+        found[f"{name} alone"] = alone, train.CREDIT
+    return found
 
 
-def gradients(model, reference, rollouts):
+def gradients(model, rollouts):
     """{way of paying: rows for jackknife()}: each question's gradient; and as HALVES, where half of a group is large
-    enough to be paid as a group of its own, the means of the halves' gradients and of their squares."""
+    enough to be paid as a group of its own, the means of the halves' gradients and of their squares. The KL to the
+    start model has no gradient at the start."""
     groups = [(rollout, b) for rollout in rollouts for b in range(len(rollout.prompts))]
     found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
     project, parameters, G, H = projection(model), [*model.parameters()], train.GROUP_SIZE, train.GROUP_SIZE // 2
-    cuts = [slice(0, G), *[slice(0, H), slice(H, 2 * H)] * (H > train.BEST_OF)]
+    halves = [slice(0, H), slice(H, 2 * H)] if H > train.BEST_OF else []
     for place, (rollout, b) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
         longest = rollout.completion_mask[b * G : (b + 1) * G].sum(1).max()
         group = rollout.select([b], rollout.prompt_lengths[b], longest)
-        for cut in cuts:
+        for cut in [slice(0, G), *halves]:
             part = rows_of_group(group, cut)
+            answers = part.answers
             logprobs, entropy = train.forward(model, part, train.TEMPERATURE)
             part.old_logprobs = logprobs.detach()
-            if reference:
-                with torch.no_grad():
-                    part.ref_logprobs, _ = train.forward(reference, part, train.TEMPERATURE)
-            some = part.answers
-            half = [(HALVES, some, train.CREDIT, train.KL_COEF)]
-            for name, paid, credit, kl_coef in ways(some) if len(some) == G else half:
-                part.answers = paid
+            paid = {HALVES: (answers, train.CREDIT)} if cut in halves else ways(answers)
+            for name, (some, credit) in paid.items():
+                part.answers = some
                 train.add_advantages(part, credit)
-                if part.advantages.any() or (reference and kl_coef):
-                    loss, _ = train.loss_and_sums(logprobs, entropy, part, 1.0, kl_coef)
+                if part.advantages.any():
+                    loss, _ = train.loss_and_sums(logprobs, entropy, part, normalizer=1.0)
                     gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-                    found[name][place] += project(gradient) / (G // len(some))
+                    found[name][place] += project(gradient) / (G // len(answers))
     return {SET: found[SET], **found}
 
 
@@ -155,13 +150,14 @@ def rows_of_group(group, cut):
     )
 
 
-def split(rows, B, P, T):
-    """In words, what the noise of B questions is made of, and the best B × G at equal cost. rows: as for between().
+def split(rows, P, T):
+    """In words, the share of the noise that lies between questions, the best G at equal cost, and what helps. rows: as
+    for between().
 
     The gradient of a group is (G - k) / k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided
-    by that, a step's gradient has the noise (σ_b² + σ_w² / (G - k)) / B, exactly for k = 1 if rewards and logprobs are
-    independent; for k > 1 it is only a guide. With P tokens in a prompt and T in an answer a step costs B (P + G T), so
-    the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
+    by that, the gradient of B questions has the noise (σ_b² + σ_w² / (G - k)) / B, exactly for k = 1 if rewards and
+    logprobs are independent; for k > 1 it is only a guide. With P tokens in a prompt and T in an answer a step costs
+    B (P + G T), so the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
     G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
     shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
     within = [(1 / x - 1) * (G // 2 - k) for x in shares]  # σ_w² / σ_b²
@@ -169,61 +165,43 @@ def split(rows, B, P, T):
     least, best, most = (max(k + 1, round(k + (x * (k + P / T)) ** 0.5)) for x in within)
     helps = "more questions" if most < G else "more answers" if least > G else "either"
     if share <= half:
-        return f"none seen, at most {high}", f"at least {least}", "", "", helps
-    times, noise = (P + G * T) / (P + best * T), (1 + within[1] / (best - k)) / (1 + within[1] / (G - k))
-    step = f"{max(1, round(B * times))} × {best}"
-    return f"{value} ({low} to {high})", f"{least} to {most}", step, f"{noise / times:.0%}", helps
+        return f"none seen, at most {high}", f"at least {least}", helps
+    return f"{value} ({low} to {high})", f"{best} ({least} to {most})", helps
 
 
-def report(found, kinds, seconds, tokens):
-    """Prints three tables. `kinds` and `tokens` (prompt, answer) are given for each question, and `seconds` for a
-    question of each kind."""
+def report(found, kinds, tokens):
+    """Prints three tables. `kinds` and `tokens` (prompt, answer) are given for each question."""
     names, halves = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], found.pop(HALVES, None)
-    steps = [["questions", "in a step", "until half is signal", "a step's signal", "seconds until half"]]
-    noise = [["noise of a step", "between questions", "best group", "best step", "its noise", "what helps"]]
-    paid = [["at equal answers", "answers until half is signal", "squared gradient"]]
+    steps = [["questions", "in a step", "until half is signal", "a step's signal"]]
+    noise = [["noise of a step", "between questions", "best group", "what helps"]]
+    paid = [["at equal answers", "answers until half is signal"]]
     for kind in names:
         at = [i for i, k in enumerate(kinds) if kind in ("all", k)]
         n, (share, half) = len(at) / len(kinds) * train.BATCH_POSITIONS, signal(found[SET][at])
-        value, base = noise_scale(share), found[SET][at, -1].mean()
-        rest = [f"{n / (n + value):.1%}", number(value * seconds[kind])] if share > half else ["", ""]
-        steps.append([kind, f"{n:.3g}", describe(found[SET][at]), *rest])
+        part = f"{n / (n + noise_scale(share)):.1%}" if share > half else ""
+        steps.append([kind, f"{n:.3g}", describe(found[SET][at]), part])
         if halves is not None and halves[at].any():
-            noise.append([kind, *split(halves[at], n, *tokens[at].mean(0).tolist())])
+            noise.append([kind, *split(halves[at], *tokens[at].mean(0).tolist())])
         for name, rows in found.items():
             if rows[at, -1].any() and (len(names) == 1 or kind != "all" or not name.endswith("alone")):
-                square = f"{rows[at, -1].mean() / base:.0%}" if base else ""
-                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE), square])
+                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE)])
     print("\n\n".join(table(lines) for lines in (steps, noise, paid) if lines[1:]))
 
 
 def main():
     settings.finish("python -m tools.signal")
-    if REFERENCE and not train.KL_COEF:
-        fail(f"REFERENCE={REFERENCE} has no effect with KL_COEF=0; leave it out, or give the KL a weight.")
     model, questions = prepare(QUESTIONS)
-    device, dtype = model.wte.weight.device, model.dtype
-    reference = architectures.load(REFERENCE).to(device).inference_copy(dtype) if REFERENCE else None
     source = train.MODEL or start_folder(train.task)
-    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {device} in "
-          f"{str(dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
-    # A step of each kind, timed: with a learning rate of 0 its update changes nothing
-    rollouts, kinds, tokens, spent, clock = [], [], [], Counter(), time.time()
-    most = train.plan_memory(model, questions)
-    for rollout in ask(model, questions, train.TEMPERATURE):
-        compared = reference or (model if train.KL_COEF else None)  # a run's reference takes as long
-        train.update(model, compared, [torch.optim.SGD(model.parameters(), lr=0.0)], [rollout], most)
-        kind, n = rollout.kind, len(rollout.prompts)
-        spent[kind] += time.time() - clock
-        clock = time.time()
-        rollouts.append(rollout)
-        kinds += [kind] * n
+    print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {model.wte.weight.device} in "
+          f"{str(model.dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
+    rollouts = list(ask(model, questions))
+    kinds, tokens = [], []
+    for rollout in rollouts:
+        n = len(rollout.prompts)
+        kinds += [rollout.kind] * n
         answer_lengths = rollout.completion_mask.sum(1).view(n, -1).float().mean(1)  # (B,)
         tokens.append(torch.stack([rollout.prompt_lengths, answer_lengths], 1))
-
-    seconds = {kind: spent[kind] / count for kind, count in Counter(kinds).items()}
-    seconds["all"] = sum(spent.values()) / QUESTIONS
-    report(gradients(model, reference, rollouts), kinds, seconds, torch.cat(tokens))
+    report(gradients(model, rollouts), kinds, torch.cat(tokens))
 
 
 if __name__ == "__main__":

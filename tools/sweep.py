@@ -32,72 +32,34 @@ from nanorook.verdict import objects, read
 DECIDED = "SEED", "CONTROL", "OUT_DIR"  # by this program, for each run
 
 
-def variants_of(texts, parser):
-    """{name: its settings} from texts such as "LOSS=grpo" or "fast: EPOCHS=8 LR=3e-3"."""
-    variants = {}
-    for text in texts:
-        name, _, settings = text.rpartition(": ")
-        words = [] if settings == "default" else settings.split()
-        if wrong := [word for word in words if not re.match("[A-Z]", word) or "=" not in word]:
-            parser.error(f"--vary {text!r}: {wrong[0]} is not a setting in the form NAME=value.")
-        variants[name or settings] = words
-    return variants
-
-
 # ---- Runs ----------------------------------------------------------------------------------------------------
 
 
-def make(folder, arguments):
-    """Makes a run of train.py, unless it has been made already with these settings."""
+def make(folder, arguments, first):
+    """Makes a run of train.py, unless it has been made. In what the arguments leave open, it must not differ from the
+    `first` run of its setting."""
     if not finished(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{folder}, see {folder.name}.log there", flush=True)
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log)  # run() would kill it at Ctrl-C
-            follow(process, folder)
+            subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it at Ctrl-C
         if not finished(folder):  # whatever its verdict, which its exit code tells
             fail(f"the run in {folder} did not finish; its output is above and in {folder}.log.")
-    (made_with,) = objects(folder, "settings")
-    for name, text in (argument.split("=", 1) for argument in arguments):
-        value = made_with.get(name)
-        if text not in (str(value), as_text(value)) and as_number(text) != as_number(str(value)):
-            fail(f"the run in {folder} was made with {name}={value}, not {text}; delete it, or name another OUT.")
+    made_with, expected = (next(objects(some, "settings")) for some in (folder, first))
+    expected |= dict(argument.split("=", 1) for argument in arguments)
+    for name in made_with.keys() | expected.keys():
+        value, wanted = made_with.get(name), expected.get(name)
+        if name != "OUT_DIR" and comparable(value) != comparable(wanted):
+            fail(f"the run in {folder} was made with {name}={value}, not {wanted}; delete it, or name another OUT.")
 
 
-def as_text(value):
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def as_number(text):
+def comparable(value):
+    """The same for a setting's value and for a text that means it, such as 0.03 and 3e-2."""
     try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def follow(process, folder):
-    """Waits for a run; every ten seconds its last step is printed, on a terminal in one line."""
-    start, end = ("\r\x1b[K", "") if sys.stdout.isatty() else ("", "\n")
-    while True:
-        steps = [line for line in Path(f"{folder}.log").read_text().splitlines() if re.match(r"step \d", line)]
-        print(f"{start}{folder.parent.name}/{folder.name}: {(steps or ['starting'])[-1]:.100}", end=end, flush=True)
-        try:
-            process.wait(10)
-            break
-        except subprocess.TimeoutExpired:
-            pass
-    print(start, end="", flush=True)
-
-
-def check_alike(folders):
-    """Runs of one setting must not differ in anything else, as in what the environment said when they were made."""
-    first, *others = [objects(folder, "settings") for folder in folders]
-    (first,) = first
-    for folder, (other,) in zip(folders[1:], others):
-        for name in first.keys() | other.keys():
-            if name not in DECIDED and first.get(name) != other.get(name):
-                fail(f"{folder} was made with {name}={other.get(name)}, but {folders[0]} with {first.get(name)}; "
-                     "delete one of them.")  # fmt: skip
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 # ---- Figures -------------------------------------------------------------------------------------------------
@@ -222,30 +184,32 @@ def main():
     p.add_argument("--controls", type=number(int, 0), help="of each setting (default: as many as seeds)")
     p.add_argument("--show", nargs="+", metavar="FIGURE", help="the columns where several settings are compared")
     a = p.parse_intermixed_args()
-    variants = variants_of(a.vary, p)
+    variants = {}  # {name: its settings}, of texts such as "LOSS=grpo" or "fast: EPOCHS=8 LR=3e-3"
+    for text in a.vary:
+        name, _, settings = text.rpartition(": ")
+        variants[name or settings] = [] if settings == "default" else settings.split()
     for argument in [*a.settings, *(word for words in variants.values() for word in words)]:
         name, equals, _ = argument.partition("=")
         if not equals or name in DECIDED:
-            p.error(
-                f"{argument} is not a setting in the form NAME=value, or one that OUT, --seeds and --controls decide."
-            )
-    out, folders = a.out.resolve(), {variant: {"runs": [], "controls": []} for variant in variants}
+            p.error(f"{argument} is not a setting in the form NAME=value, or one that OUT, --seeds and --controls "
+                    "decide.")  # fmt: skip
+    out = a.out.resolve()
     controls = a.seeds if a.controls is None else a.controls
-    for seed in range(
-        max(a.seeds, controls)
-    ):  # one seed of all settings before the next, so that a part is of use, too
+    folders = {variant: {"runs": [], "controls": []} for variant in variants}
+    for seed in range(max(a.seeds, controls)):  # of all settings before the next, so that a part is of use, too
         for variant, settings in variants.items():
+            made = folders[variant]
             for kind, name, count, control in (
                 ("runs", "seed", a.seeds, "none"),
                 ("controls", "control", controls, "shuffle"),
             ):
                 if seed < count:
                     folder = out / re.sub(r"[^\w.=]+", "-", variant) / f"{name}-{seed}"
-                    make(folder, [*a.settings, *settings, f"SEED={seed}", f"CONTROL={control}"])
-                    folders[variant][kind].append(folder)
-                    check_alike(folders[variant]["runs"] + folders[variant]["controls"])
-                    write(out / "sweep.json", as_lines(record_of(folders)))
-    record = record_of(folders)
+                    first = [*made["runs"], *made["controls"], folder][0]
+                    make(folder, [*a.settings, *settings, f"SEED={seed}", f"CONTROL={control}"], first)
+                    made[kind].append(folder)
+                    record = record_of(folders)
+                    write(out / "sweep.json", as_lines(record))
     if unknown := [name for name in a.show or [] if name not in record["figures"]]:
         p.error(f"--show: the runs have no figure {unknown[0]!r}, but {', '.join(record['figures'])}.")
     rows = gain_rows(record) if len(variants) == 1 else comparison_rows(record, a.show)
@@ -257,5 +221,3 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("stopped; the current run ends when it has saved its step, and the same command continues from there.")
-    except OSError as error:
-        fail(f"a file cannot be read or written: {error}.")
