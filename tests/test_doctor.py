@@ -140,8 +140,9 @@ def test_a_kind_whose_questions_stop_at_different_texts_is_one_kind(examine, mon
     assert "learning" in examine(questions=questions)
 
 
-def test_the_command(monkeypatch, capsys, toy_settings, toy_model):
-    toy_settings(MODEL=toy_model, BATCH_POSITIONS=8)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_command(rank, monkeypatch, capsys, toy_settings, toy_model):
+    toy_settings(MODEL=toy_model, BATCH_POSITIONS=8, LORA_RANK=rank, LR=1e-2, KL_COEF=0.1)
     monkeypatch.setattr("sys.argv", ["doctor"])
     with pytest.raises(SystemExit) as end:
         doctor.main()

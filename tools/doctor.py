@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import architectures
 import train
-from nanorook import hardware, monitor, sizes
+from nanorook import hardware, lora, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import draw_questions, grade_answers, load_items, prompt_ids, start_folder
 from rollout import detokenize, microbatches, sample, stop_tokens_of
@@ -200,6 +200,8 @@ def main():
     settings.finish("python -m tools.doctor")
     model, questions = prepare(train.BATCH_POSITIONS)
     reference = train.make_reference(model) if train.KL_COEF else None
+    if train.LORA_RANK:
+        lora.add(model, train.LORA_RANK, train.SEED, train.MODEL)
     wrong = []
     for name, sentence, figures in run_checks(model, reference, train.make_optimizers(model), questions):
         told = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in figures.items())

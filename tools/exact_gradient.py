@@ -104,6 +104,8 @@ def main():
     out = Path(train.OUT_DIR)
     if out.exists() and any(out.iterdir()):
         fail(f"OUT_DIR={out} is not empty; name another folder for the model.")
+    if train.LORA_RANK:
+        fail("this program trains all weights: leave out LORA_RANK.")
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     model = architectures.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     reference, optimizers = train.make_reference(model), train.make_optimizers(model)
