@@ -83,8 +83,8 @@ def read_puzzles(path, most):
             file.seek(0)
             return read_lichess(csv.DictReader(file), most)
     except (OSError, ValueError, LookupError, RecursionError) as error:
-        fail(f"{path} cannot be read as BIG-bench's checkmate_in_one/task.json or as Lichess's CSV of puzzles: "
-             f"{type(error).__name__}, {error}.")  # fmt: skip
+        fail(f"{path} cannot be read as puzzles: {type(error).__name__}, {error}; expected BIG-bench's "
+             "checkmate_in_one/task.json, or Lichess's CSV.")  # fmt: skip
 
 
 def read_lichess(lines, most):

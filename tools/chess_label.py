@@ -24,7 +24,6 @@ from pathlib import Path
 import chess
 from tqdm import tqdm
 
-from nanorook.run import write
 from nanorook.settings import fail, number, output_file
 from rook import positions
 from rook.stockfish import NODES, Engine, EngineError, find
@@ -100,12 +99,13 @@ def work(path, nodes, unit):
 def resume(partial, header):
     """The units that an earlier run has written after the header, one on each line with tabs between its positions. A
     line that was not finished is cut off."""
-    text = partial.read_text() if partial.exists() else ""
-    whole = text[: text.rfind("\n") + 1] or f"{header}\n"
-    write(partial, whole)
-    first, *units = whole.split("\n")[:-1]
+    if not partial.exists():
+        partial.write_text(f"{header}\n")
+    whole = partial.read_text().rpartition("\n")[0]
+    first, *units = whole.split("\n")
     if first != header:
         fail(f"{partial} was started with other settings or input: use those, or delete it to start again.")
+    os.truncate(partial, len(whole) + 1)
     return [unit.split("\t") if unit else [] for unit in units]
 
 
@@ -135,7 +135,7 @@ def run(args):
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
     with open(partial, "a") as file, tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05) as bar:
         while len(lines) < wanted:
-            some = [*itertools.islice(units, 8 * args.workers)]
+            some = [*itertools.islice(units, 4 * args.workers)]
             if not some:
                 break
             for found in pool.map(functools.partial(work, path, args.nodes), some):  # in the order of the units
@@ -155,7 +155,7 @@ def run(args):
         fail(f"there is nothing to label: no position of {' '.join(args.source)} has a legal move.")
     positions.write_lines(out, lines)
     os.remove(partial)  # only now: a file beside its .partial is written again
-    print(f"{out}: {len(lines)} of {wanted} positions, without boards seen before and those without a legal move.")
+    print(f"{out}: {len(lines)} positions ({wanted - len(lines)} left out: seen before, or no legal move).")
 
 
 def main():

@@ -3,11 +3,11 @@
 python -m tools.chess_pretrain out/mine --data builtin positions.txt.gz       on a CPU, a million texts in ten hours
 python -m tools.chess_pretrain out/mine --steps 10000 --rows 1024 --workers 14           on a GPU, with 16 CPU cores
 
-What the texts are: tools/chess_texts.py. The same command resumes a run that was stopped or killed.
+What the texts are: tools/chess_texts.py. The same command resumes a run that was stopped or killed. After each save the
+folder is a model; tools.evaluate and tools.chess_benchmark say what it can do by then.
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 import architectures
 import rewards
-import train
 from model import GPT, GPTConfig, causal_attention
 from nanorook import hardware
 from nanorook.run import catch_signals, read_tensors, write_tensors
@@ -42,8 +41,6 @@ TOKENIZERS = {
 }
 SHAPE = {"format": "squares", "layers": 6, "width": 256, "heads": 8, "positions": 320}  # of a new model
 LONGEST = 288  # positions that a text may need
-EVAL_POSITIONS = 64  # held-out ones in an evaluation
-SKILL = "policy legal", "policy candidates_legal", "policy top5", "policy best", "environment next_state"
 
 
 def arguments():
@@ -63,7 +60,7 @@ def arguments():
     p.add_argument("--rows", type=number(int, 8), default=32, help="number of texts in a step; 1024 suits a GPU")
     p.add_argument("--lr-matrix", type=rate, default=0.01, help="Muon's learning rate")
     p.add_argument("--lr", type=rate, default=0.0005, help="AdamW's learning rate")
-    p.add_argument("--eval-every", type=count, default=250, help="steps between saves, each with an evaluation")
+    p.add_argument("--save-every", type=count, default=250, help="steps between saves")
     p.add_argument("--workers", type=number(int, 0), default=0, help="processes that make texts; 0: the main one does")
     p.add_argument("--half", action="store_true", help="write the weights in bf16, half the size")
     p.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of initial weights and random texts")
@@ -132,18 +129,11 @@ def schedule(step, steps, decay):
     return min(1.0, (step + 1) / WARMUP, left)
 
 
-def evaluate(model, questions):
-    """{"policy legal T=0": mean, ...} of held-out questions, greedy and at temperature 1."""
-    figures, _ = train.evaluate(model, questions)
-    return {name: round(mean, 4) for name, (mean, *_) in figures.items() if name.rpartition(" ")[0] in SKILL}
-
-
 def save(out, model, dtype, state):
-    """A run continues from trainer.pt, which is replaced at once, and then writes its model again."""
+    """A run continues from trainer.pt, which is replaced at once."""
     write_tensors(out / ".trainer.pt", state)
     os.replace(out / ".trainer.pt", out / "trainer.pt")
     model.save(out, dtype)
-    (out / "skill.jsonl").write_text("".join(json.dumps(row) + "\n" for row in state["skill"]))
 
 
 def load_state(file, config):
@@ -170,13 +160,10 @@ def main():
     text_format, n_positions = rewards.chess_format(model.config), model.config.n_positions
     if n_positions < LONGEST:
         fail(f"--init: {args.init} has {n_positions} positions, but a text may need {LONGEST}; name another model.")
-    labelled, held_out = positions.split(p for source in args.data for p in positions.load(source) if p.moves)
-    if not labelled or not held_out:
-        fail("the data has no labelled positions to train on, or none to hold out; label some with tools.chess_label.")
-    rare, rng = texts.rare_kinds(labelled), random.Random(0)
-    chosen = rng.sample(held_out, min(EVAL_POSITIONS, len(held_out)))
-    questions = [rewards.policy_question(p, text_format) for p in chosen]
-    questions += [rewards.environment_question(p, rng, text_format) for p in chosen]
+    labelled, _ = positions.split(p for source in args.data for p in positions.load(source) if p.moves)
+    if not labelled:
+        fail("the data has no labelled positions to train on; label some with tools.chess_label.")
+    rare = texts.rare_kinds(labelled)
 
     state = load_state(args.out / "trainer.pt", str(model.config))
     if state:
@@ -187,13 +174,13 @@ def main():
     adam = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0)
     optimizers = [Muon(matrices, args.lr_matrix, dtype), adam]
     weights_dtype = torch.bfloat16 if args.half else torch.float32
-    step, skill = 0, []
+    step = 0
     if state:
-        step, skill = state["step"], state["skill"]
+        step = state["step"]
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        save(args.out, model, weights_dtype, state)  # it may have been killed between two files
+        model.save(args.out, weights_dtype)  # the run may have been killed after trainer.pt
         tqdm.write(f"resumed {args.out} at step {step}")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 
@@ -230,12 +217,8 @@ def main():
         step += 1
         if step % 10 == 0:
             bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
-        evaluates = step % args.eval_every == 0 or step == args.steps
-        if evaluates:
-            skill.append({"step": step, **evaluate(model, questions)})
-            tqdm.write("  ".join(f"{name} {value:g}" for name, value in skill[-1].items()))
-        if evaluates or stop:
-            state = {"step": step, "skill": skill, "config": str(model.config), "dtype": str(dtype)[6:]}
+        if step % args.save_every == 0 or step == args.steps or stop:
+            state = {"step": step, "config": str(model.config), "dtype": str(dtype)[6:]}
             state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
             save(args.out, model, weights_dtype, state)
         if stop:
