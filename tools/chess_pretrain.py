@@ -129,29 +129,10 @@ def schedule(step, steps, decay):
     return min(1.0, (step + 1) / WARMUP, left)
 
 
-def save(out, model, dtype, state):
-    """A run continues from trainer.pt, which is replaced at once."""
-    write_tensors(out / ".trainer.pt", state)
-    os.replace(out / ".trainer.pt", out / "trainer.pt")
-    model.save(out, dtype)
-
-
-def load_state(file, config):
-    """What a run needs to resume; None at its beginning."""
-    if not file.exists():
-        return None
-    try:
-        state = read_tensors(file)
-        if state["config"] == config:
-            return state
-    except Exception:  # a damaged pickle may raise anything
-        pass
-    fail(f"{file} is damaged or belongs to another model; name another folder.")
-
-
 def main():
     args = arguments()
-    if (args.out / "config.json").exists() and not (args.out / "trainer.pt").exists():
+    trainer = args.out / "trainer.pt"  # what a run needs to resume
+    if (args.out / "config.json").exists() and not trainer.exists():
         fail(f"{args.out} holds a model that this program has not made; name another folder to write to.")
     args.out.mkdir(parents=True, exist_ok=True)
     device, dtype = hardware.prepare()
@@ -165,8 +146,10 @@ def main():
         fail("the data has no labelled positions to train on; label some with tools.chess_label.")
     rare = texts.rare_kinds(labelled)
 
-    state = load_state(args.out / "trainer.pt", str(model.config))
+    state = read_tensors(trainer) if trainer.exists() else None
     if state:
+        if state.get("config") != str(model.config):
+            fail(f"{trainer} belongs to another model; name another folder.")
         dtype = getattr(torch, state["dtype"])  # the faster one, measured once for a run
     model.set_compute_dtype(dtype)
     matrices = [p for name, p in model.named_parameters() if name.startswith("h.") and p.ndim == 2]
@@ -220,7 +203,9 @@ def main():
         if step % args.save_every == 0 or step == args.steps or stop:
             state = {"step": step, "config": str(model.config), "dtype": str(dtype)[6:]}
             state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-            save(args.out, model, weights_dtype, state)
+            write_tensors(args.out / ".trainer.pt", state)
+            os.replace(args.out / ".trainer.pt", trainer)
+            model.save(args.out, weights_dtype)
         if stop:
             sys.exit(f"stopped at step {step}; the same command resumes from there.")
 
