@@ -11,8 +11,6 @@ forgotten; a quarter of these are in check. MOVES_KL weighs the KL to the start 
 """
 
 import argparse
-import gzip
-from pathlib import Path
 
 import rewards
 from nanorook.settings import fail, output_file, setting, withdraw
@@ -73,15 +71,13 @@ def make(out, files):
     """Writes the positions in which the engine's best move mates, a FEN in each line, ordered by their boards."""
     found = positions.distinct(position for file in files for position in positions.load(file))
     mates = [position for position in found if position.moves and position.moves[0][1] == MATE - 1]
-    mates = sorted(position.fen for position in mates if positions.is_sound(position))
     if not mates:
         fail("no labelled position has a best move that mates; label positions with tools.chess_label first.")
-    text = "".join(f"{fen}\n" for fen in mates)
-    Path(out).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes at any time
+    positions.write_lines(out, sorted(position.fen for position in mates))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m examples.mates", description=make.__doc__)
-    parser.add_argument("out", type=output_file, help="the file to make, gzipped")
+    parser.add_argument("out", type=output_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("files", metavar="FILE", nargs="+", help="labelled positions")
     make(**vars(parser.parse_args()))

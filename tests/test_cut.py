@@ -22,14 +22,15 @@ def run(monkeypatch):
     return run
 
 
-@pytest.fixture
-def whole(tmp_path, gpt2_folder):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, gpt2_folder):
     torch.manual_seed(0)
     extra = {"chess_format": "rookworld", "pad_token_id": 50256}
     model = GPT(GPTConfig(n_positions=320, n_embd=32, n_layer=1, n_head=2, extra=extra))
     model.tokenizer = Tokenizer.load(gpt2_folder)
-    model.save(tmp_path / "whole")
-    return tmp_path / "whole"
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    model.save(folder)
+    return folder
 
 
 def test_texts_have_the_same_tokens_and_the_model_the_same_logits(run, whole, tmp_path, capsys):
@@ -43,7 +44,7 @@ def test_texts_have_the_same_tokens_and_the_model_the_same_logits(run, whole, tm
     kept = [i for i, token in old.tokenizer.token_bytes.items() if token in ids]
     order = [ids[old.tokenizer.token_bytes[i]] for i in kept]
     assert len(kept) == 2052
-    for position in rng.sample(positions.load("builtin"), 100):
+    for position in rng.sample(positions.load("builtin"), 30):
         for write in texts.policy_text, texts.environment_text, texts.legal_text:
             text = "".join(write(position, rng, "rookworld"))
             before, after = old.tokenizer.encode(text), new.tokenizer.encode(text)
@@ -59,8 +60,6 @@ def test_what_cannot_be_cut_is_refused(run, whole, tmp_path, bpe_folder):
         run(toy.ROOT / "weights/tiny", tmp_path / "small")
     with pytest.raises(SystemExit, match=f"{whole} is not an empty folder; name another one"):
         run(whole, whole)
-    with pytest.raises(SystemExit, match="is not an empty folder; name another one"):
-        run(whole, whole / "config.json")
     unlike = GPT.load(whole)
     unlike.tokenizer = Tokenizer.load(bpe_folder)
     unlike.config.vocab_size, unlike.config.eos_token_id = unlike.tokenizer.vocab_size, unlike.tokenizer.eos

@@ -1,6 +1,5 @@
 import random
 import re
-import runpy
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from rook.positions import Position, contract_board
 from tools import chess_games as games
 from tools import chess_texts as texts
 from tools.chess_texts import mirror
-from toy import program
 
 START = Position(chess.STARTING_FEN, (), ())
 
@@ -75,29 +73,6 @@ def test_openings_are_the_earliest_positions_in_which_a_game_can_go_on():
     assert games.openings([late, mated, early], 5) == [early, late] and games.openings([late, early], 1) == [early]
     copies = [early._replace(asked=move) for move in ("a1a2", "a1a3")]  # questions about one board are one opening
     assert games.openings([*copies, late, mirror(early)], 5) == [early, late]
-
-
-MORE = [pytest.param(answer, marks=pytest.mark.slow) for answer in ("bestmove (none)", "bestmove e2e5", "bestmove")]
-
-
-@pytest.mark.parametrize("answer", ["bestmove \\377", *MORE])
-def test_an_engine_that_answers_garbage_is_reported(answer, tmp_path, monkeypatch):
-    text = f"while read word rest; do case $word in uci) echo uciok;; go) printf '{answer}\\n';; esac; done"
-    monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
-    monkeypatch.setattr(sys, "argv", "games weights/tiny --opponent stockfish --games 2 --start initial".split())
-    with pytest.raises(SystemExit, match="error: Stockfish gave no legal move for rnbq"):
-        runpy.run_module("tools.chess_games", run_name="__main__")
-
-
-def test_stockfish_is_told_the_moves_and_so_sees_repetitions(monkeypatch):
-    sent, board = [], chess.Board()
-    engine = SimpleNamespace(send=sent.append, answer=lambda *_: ["bestmove g1f3"], name="an engine")
-    monkeypatch.setattr(games.stockfish, "Engine", lambda path: engine)
-    monkeypatch.setattr(games, "require", lambda: "")
-    for move in ("e2e4", "e7e5"):
-        board.push_uci(move)
-    assert games.start_stockfish(0, 1)[0](board) == "g1f3"
-    assert sent[-1] == f"position fen {chess.STARTING_FEN} moves e2e4 e7e5"
 
 
 @pytest.mark.needs("stockfish")

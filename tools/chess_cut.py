@@ -9,7 +9,7 @@ Texts have the same tokens as before, under new ids, and the layers stay as they
 import argparse
 import dataclasses
 import random
-import sys
+import re
 from pathlib import Path
 
 import architectures
@@ -19,18 +19,22 @@ from nanorook.settings import fail
 from nanorook.tokenizer import END, GPT2_WORDS, Tokenizer
 from rook import positions
 from tools import chess_texts as texts
-from tools.chess_pretrain import unused_tokens, with_rows
+
+# A token of a text is pieces, a number, a letter of a square or a header, or a sign; or it is the space.
+TEXT_TOKEN = re.compile(rb" ?([pnbrqkPNBRQK]+|[0-9]+|[a-hwMEBPAL]|[-/+:.])| ")
 
 
 def cut(model):
     """The same model with single bytes, the tokens that a text can contain, and the end token."""
-    tokenizer, unused = model.tokenizer, unused_tokens(model)
-    kept = [i for i, token in sorted(tokenizer.token_bytes.items()) if i != tokenizer.eos]
-    kept = [i for i in kept if len(tokenizer.token_bytes[i]) == 1 or not unused[i]]
+    tokenizer = model.tokenizer
+    tokens = sorted(tokenizer.token_bytes.items())
+    kept = [i for i, token in tokens if len(token) == 1 or TEXT_TOKEN.fullmatch(token)]
     ranks = {tokenizer.token_bytes[i]: new for new, i in enumerate(kept)}  # the order of the ids is that of the merges
     extra = model.config.extra | ({"pad_token_id": len(ranks)} if "pad_token_id" in model.config.extra else {})
     config = dataclasses.replace(model.config, vocab_size=len(ranks) + 1, eos_token_id=len(ranks), extra=extra)
-    small = with_rows(model, [*kept, tokenizer.eos], config)
+    small, weights = GPT(config), model.state_dict()
+    weights["wte.weight"] = weights["wte.weight"][[*kept, tokenizer.eos]]
+    small.load_state_dict(weights)
     small.tokenizer = Tokenizer(ranks, {END: len(ranks)}, (len(ranks),), [GPT2_WORDS])
     return small
 
@@ -56,7 +60,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

@@ -3,18 +3,18 @@
 python -m tools.chess_games MODEL                          against itself, until its first illegal move
 python -m tools.chess_games MODEL --opponent stockfish     an illegal move loses
 
-Games start from held-out positions that come early in a game, or all from the starting position, and advance together,
-one half-move at a time. The model plays the move after `B:`. Every figure has a 95 % interval.
+Games start from held-out positions that come early in a game, and advance together, one half-move at a time. The model
+plays the move after `B:`. Every figure has a 95 % interval.
 """
 
 import argparse
 import itertools
-import sys
 from pathlib import Path
 
 import chess
 import chess.pgn
 import torch
+from chess.engine import Limit, SimpleEngine
 from tqdm import tqdm
 
 import architectures
@@ -24,11 +24,9 @@ from nanorook.settings import fail, number, output_file
 from nanorook.statistics import interval, spread, with_interval
 from nanorook.tables import table
 from rollout import sample
-from rook import stockfish
-from rook.positions import Position, distinct, is_sound, load_unfinished, split
+from rook.positions import distinct, load_unfinished, split
 from tools.chess_label import require
 
-START = Position(chess.STARTING_FEN, (), ())
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
 ILLEGAL, NORMAL = "illegal move", "normal"  # how a game ends
 
@@ -54,7 +52,7 @@ def openings(positions, count):
     """The earliest positions in which the game is not over, each board once."""
     early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
     early = distinct(position._replace(asked=None) for position in early)
-    going_on = (p for p in early if is_sound(p) and not is_over(chess.Board(p.fen)))
+    going_on = (p for p in early if not is_over(chess.Board(p.fen)))
     return list(itertools.islice(going_on, count))
 
 
@@ -82,23 +80,6 @@ def play(model, starts, temperature, opponent=None):
     return boards, [ends[i] for i in range(len(boards))]
 
 
-def start_stockfish(skill, nodes):
-    """The opponent, and its name."""
-    engine = stockfish.Engine(require())
-    engine.send("setoption name MultiPV value 1")
-    engine.send(f"setoption name Skill Level value {skill}")
-
-    def opponent(board):
-        played = " ".join(move.uci() for move in board.move_stack)  # with which the engine sees repetitions
-        engine.send(f"position fen {board.root().fen()} moves {played}")
-        words = engine.answer(f"go nodes {nodes}", "bestmove", nodes)[-1].split()
-        if words[1:2] not in [[move.uci()] for move in board.legal_moves]:
-            raise stockfish.EngineError(f"gave no legal move for {board.fen()}")
-        return words[1]
-
-    return opponent, f"{engine.name}, skill {skill}, {nodes} nodes"
-
-
 def result(board, end):
     """As PGN writes it. An illegal move loses; a repetition, or a game that is too long, is a draw."""
     if end == ILLEGAL:
@@ -118,28 +99,13 @@ def count(opponent, boards, ends):
     return {"score": points, "lost": lost, "lost by an illegal move": illegal, "half-moves": lengths}
 
 
-def main():
-    p = argparse.ArgumentParser("python -m tools.chess_games", description=__doc__.split("\n")[0])
-    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    p.add_argument("model", help="a model folder or hub id")
-    p.add_argument("--opponent", choices=["self", "stockfish"], default="self")
-    p.add_argument("--games", type=number(int, 1), default=100, help="number of games")
-    p.add_argument("--start", choices=["held-out", "initial"], default="held-out", help="initial: the usual start")
-    p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
-    p.add_argument("--skill", type=number(int, 0, 20), default=0, help="Stockfish's Skill Level, 0 to 20")
-    p.add_argument("--nodes", type=number(int, 1), default=1000, help="nodes that Stockfish searches for a move")
-    p.add_argument("--data", default="builtin", help="a file of positions; only the held-out ones are used")
-    p.add_argument("--pgn", metavar="OUT", type=output_file, help="also write the games to this file")
-    a = p.parse_args()
-    opponent, name = start_stockfish(a.skill, a.nodes) if a.opponent == "stockfish" else (None, a.model)
-    device, dtype = hardware.prepare()
-    model = architectures.load(a.model).to(device).inference_copy(dtype)
-    held = a.start == "held-out" and openings(split(load_unfinished(a.data))[1], a.games)
-    if held == []:
+def report(a, model, opponent, name):
+    """Plays the games, prints their figures and writes them to a.pgn."""
+    starts = openings(split(load_unfinished(a.data))[1], a.games)
+    if not starts:
         fail(f"{a.data} has no held-out position in which a game can go on; give more positions.")
     columns, pgn = [], ""
-    for t in dict.fromkeys(a.temperature):
-        starts = held or [START] * (a.games if t or opponent else 1)  # greedy ones would all be the same
+    for t in a.temperature:
         boards, ends = play(model, starts, t, opponent)
         found = count(a.opponent, boards, ends)
         columns.append([f"T={t:g}, n={len(boards)}", *(with_interval(*interval(values)) for values in found.values())])
@@ -155,10 +121,28 @@ def main():
         Path(a.pgn).write_text(pgn)
 
 
+def main():
+    p = argparse.ArgumentParser("python -m tools.chess_games", description=__doc__.split("\n")[0])
+    p.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    p.add_argument("model", help="a model folder or hub id")
+    p.add_argument("--opponent", choices=["self", "stockfish"], default="self")
+    p.add_argument("--games", type=number(int, 1), default=100, help="number of games")
+    p.add_argument("--temperature", type=number(float, 0), nargs="+", default=[0.0, 1.0], help="0 is greedy")
+    p.add_argument("--skill", type=number(int, 0, 20), default=0, help="Stockfish's Skill Level, 0 to 20")
+    p.add_argument("--nodes", type=number(int, 1), default=1000, help="nodes that Stockfish searches for a move")
+    p.add_argument("--data", default="builtin", help="a file of positions; only the held-out ones are used")
+    p.add_argument("--pgn", metavar="OUT", type=output_file, help="also write the games to this file")
+    a = p.parse_args()
+    device, dtype = hardware.prepare()
+    model = architectures.load(a.model).to(device).inference_copy(dtype)
+    if a.opponent == "self":
+        report(a, model, None, a.model)
+        return
+    with SimpleEngine.popen_uci(require()) as engine:
+        engine.configure({"Skill Level": a.skill})
+        name = f"{engine.id['name']}, skill {a.skill}, {a.nodes} nodes"
+        report(a, model, lambda board: engine.play(board, Limit(nodes=a.nodes)).move.uci(), name)
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except stockfish.EngineError as error:
-        fail(f"Stockfish {error}.")
+    main()

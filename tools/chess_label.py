@@ -7,10 +7,7 @@ its last unit.
 """
 
 import argparse
-import collections
-import fcntl
 import functools
-import gzip
 import itertools
 import json
 import math
@@ -22,7 +19,6 @@ import sys
 import threading
 import zlib
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import chess
@@ -92,60 +88,36 @@ def write_position(position):
 engine = functools.cache(Engine)  # one for each worker process
 
 
-def work(path, unit, nodes):
-    """The lines of one unit: positions, or a game's seed. If the engine fails, the unit is tried once more."""
-    for last_try in False, True:
-        try:
-            if isinstance(unit, str):
-                rng = random.Random(unit)
-                unit = [position for position in play(engine(path), rng) if rng.random() < KEPT]
-            return [write_position(position) for position in label(engine(path), unit, nodes)]
-        except EngineError as error:
-            if last_try:
-                raise EngineError(f"{error}, and again after a restart") from None
-            engine.cache_clear()
+def work(path, nodes, unit):
+    """The lines of one unit: positions, or a game's seed."""
+    if isinstance(unit, str):
+        rng = random.Random(unit)
+        unit = [position for position in play(engine(path), rng) if rng.random() < KEPT]
+    return [write_position(position) for position in label(engine(path), unit, nodes)]
 
 
-def lock(file, name):
-    """Locks a file that is open for writing until it is closed or this process ends."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"{name} is in use by another run; wait for it to end, or name another one.")
-
-
-def resume(file, header):
+def resume(partial, header):
     """The units that an earlier run has written after the header, one on each line with tabs between its positions. A
     line that was not finished is cut off."""
-    lock(file, file.name)
-    file.seek(0)
-    text = file.read()
-    if header.startswith(text):  # a new file, or the run was killed while it wrote the first line
-        file.truncate(0)
-        file.write(header)
-        file.flush()  # before workers fork, or they would have it in their buffers
-        return []
-    if not text.startswith(header):
-        fail(f"{file.name} was started with other settings or input: use those, or delete it to start again.")
-    end = text.rindex(b"\n") + 1
-    file.truncate(end)
-    try:
-        units = [line.split("\t") if line else [] for line in text[len(header) : end].decode().split("\n")[:-1]]
-        [positions.read_position(line) for unit in units for line in unit]
-    except ValueError as error:
-        fail(f"{file.name} is damaged ({error!s:.200}); delete it to start again.")
-    return units
+    if not partial.exists():
+        partial.write_text(f"{header}\n")
+    whole = partial.read_text().rpartition("\n")[0]
+    first, *units = whole.split("\n")
+    if first != header:
+        fail(f"{partial} was started with other settings or input: use those, or delete it to start again.")
+    os.truncate(partial, len(whole) + 1)
+    return [unit.split("\t") if unit else [] for unit in units]
 
 
 def run(args):
-    out, partial, path = args.out, f"{args.out}.partial", require()
-    if os.path.exists(out) and not os.path.exists(partial):
+    out, partial, path = args.out, Path(f"{args.out}.partial"), require()
+    if os.path.exists(out) and not partial.exists():
         fail(f"{out} already exists: delete it to make it again.")
     probe = Engine(path)
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
     if args.source:
-        loaded = (p for name in args.source for p in positions.load(name) if positions.is_sound(p))
+        loaded = (p for name in args.source for p in positions.load(name))
         given = positions.distinct(p._replace(asked=None) for p in loaded)  # a label belongs to a board
         settings["from"] = zlib.crc32(repr(given).encode())
         wanted = min(args.positions or len(given), len(given))
@@ -154,45 +126,36 @@ def run(args):
         wanted = args.positions or 22000
         every_unit = (f"{args.seed}/{number}" for number in itertools.count())
 
-    file = open(partial, "a+b")
-    done = resume(file, (json.dumps(settings) + "\n").encode())
+    done = resume(partial, json.dumps(settings))
     lines = [line for unit in done for line in unit]
     if done:
         print(f"Continuing {partial}: {len(lines)} positions are done.")
     boards = {positions.board_key(line.split(";")[0]) for line in lines}
-    units, ahead = itertools.islice(every_unit, len(done), None), collections.deque()
+    units = itertools.islice(every_unit, len(done), None)
     pool = ProcessPoolExecutor(args.workers, initializer=start_worker)
-    bar = tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05)
-    try:
-        with file, bar:
-            while len(lines) < wanted:
-                for unit in itertools.islice(units, 4 * args.workers - len(ahead)):
-                    ahead.append(pool.submit(work, path, unit, args.nodes))
-                if not ahead:
-                    break
+    with open(partial, "a") as file, tqdm(total=wanted, initial=len(lines), unit=" positions", smoothing=0.05) as bar:
+        while len(lines) < wanted:
+            some = [*itertools.islice(units, 4 * args.workers)]
+            if not some:
+                break
+            for found in pool.map(functools.partial(work, path, args.nodes), some):  # in the order of the units
                 new = []
-                for line in ahead.popleft().result():  # in the order of the units, whichever of them ends first
+                for line in found:
                     key = positions.board_key(line.split(";")[0])
                     if key not in boards and len(lines) + len(new) < wanted:
                         boards.add(key)
                         new.append(line)
-                file.write(("\t".join(new) + "\n").encode())
+                file.write("\t".join(new) + "\n")
                 file.flush()
                 lines += new
                 bar.update(len(new))
-            bar.total = len(lines)  # fewer than wanted where some were left out
-    finally:
-        if sys.exc_info()[0] is not KeyboardInterrupt:  # main() ends with the workers at once then
-            pool.shutdown(cancel_futures=True)  # waits: if Python 3.11 exits meanwhile, it prints an error
+    pool.shutdown()
     if not lines:
         os.remove(partial)
         fail(f"there is nothing to label: no position of {' '.join(args.source)} has a legal move.")
-    text = "".join(f"{line}\n" for line in lines).encode()
-    Path(f"{out}.tmp").write_bytes(gzip.compress(text, mtime=0) if out.endswith(".gz") else text)
-    os.replace(f"{out}.tmp", out)  # so that the file appears whole or not at all
-    os.remove(partial)
-    left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" if len(lines) < wanted else ""
-    print(f"{out}: {len(lines)} positions{left_out}, {os.path.getsize(out) / 1e6:.2f} MB.")
+    positions.write_lines(out, lines)
+    os.remove(partial)  # only now: a file beside its .partial is written again
+    print(f"{out}: {len(lines)} positions ({wanted - len(lines)} left out: seen before, or no legal move).")
 
 
 def main():
@@ -205,18 +168,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="seed of self-play (default: 0)")
     parser.add_argument("--workers", type=many, default=cores, help="number of processes (default: one for each core)")
     args = parser.parse_args()
-    again = f"the same command continues from {args.out}.partial"
     try:
         run(args)
-    except KeyboardInterrupt:
-        print(f"\nStopped; {again}.", file=sys.stderr, flush=True)
-        os._exit(130)  # workers end with this process, and do not finish their units
-    except BrokenProcessPool:
-        fail(f"a worker was killed, perhaps for lack of memory (a lower --workers takes less); {again}.")
     except EngineError as error:
-        fail(f"Stockfish ({require()}) {error}.")
-    except OSError as error:
-        fail(f"{args.out} cannot be written: {error.strerror}.")
+        fail(f"Stockfish {error}; the same command continues from {args.out}.partial.")
+    except KeyboardInterrupt:
+        print(f"\nStopped; the same command continues from {args.out}.partial.", file=sys.stderr, flush=True)
+        os._exit(130)  # workers end with this process, and do not finish their units
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The texts that tools.chess_pretrain teaches: questions with their ideal answers, as tokens with weights.
 
-Besides the policy's and the environment's, two tasks teach the rules: to list the legal moves of a position (L:), which
-is most of the mix at first and fades, and to mark moves as legal or not (J:, in the formats of small models). In
-RookWorld's format, policy texts that end after their moves come first.
+In RookWorld's format these are all texts, and all tokens count the same, as in RookWorld-LM's own training. In the
+formats of small models, two more tasks teach the rules: to list the legal moves of a position (L:), which is most of
+the mix at first and fades, and to mark moves as legal or not (J:).
 """
 
 import re
@@ -11,6 +11,7 @@ import chess
 import numpy as np
 
 import rewards
+from nanorook.task import prompt_ids
 from rook import positions
 from rook.stockfish import CANDIDATES, MATE
 
@@ -18,13 +19,11 @@ RARE = 1 / 3  # the share of texts about boards of rare_kinds(), which games sel
 CAPTURES = 0.35  # the chance of a capture where there is one; 40 % of the legal moves asked about are captures
 ILLEGAL = 0.35  # the share of illegal moves among the rest; they are 30 % of all moves
 LEGAL, LEGAL_STEPS = 0.56, 4000  # the first step's share of texts that list legal moves; it falls to 0 over LEGAL_STEPS
-CUT = 0.75  # the first step's share of RookWorld's P: lines that end after their moves; it falls to 0 in LEGAL_STEPS
 JUDGE = 0.12  # the share of texts that mark moves as legal or not
 ENVIRONMENT = 0.4  # the environment's share of the other texts
 ENVIRONMENT_WEIGHT = 2.0  # of their loss: rules decide every token, while a policy's moves and numbers are half chance
 UNCHANGED_WEIGHT = 0.3  # of the loss on squares that the move does not change: most of them, and easy to learn
 DECISIVE_WEIGHT = 5.0  # of the loss on the few tokens of an answer that matter most, see weigh()
-FIELD_WEIGHTS = {"M": 1, "E": 0.3, "B": 3, "": 0.1}  # of the loss on RookWorld's fields and, last, on their padding
 BUCKET = 16  # sequences are padded to a multiple of this, so that compiled code and kernels meet few shapes
 
 
@@ -53,12 +52,6 @@ def policy_text(position, rng, text_format):
     return rewards.policy_prompt(fen, text_format), policy_completion(fen, moves, text_format)
 
 
-def moves_text(position, rng, text_format):
-    """A policy text that is cut after its moves: it teaches legal moves just as well, in two thirds of the time."""
-    prompt, answer = policy_text(position, rng, text_format)
-    return prompt, answer[: answer.index("E:")].rstrip()
-
-
 def environment_text(position, rng, text_format):
     """Half of the texts have a short history, down to the move alone. If there were always ten moves, the model would
     read the move at the tenth place, and fail where that is empty. Captures change most, so they are frequent."""
@@ -74,8 +67,7 @@ def environment_text(position, rng, text_format):
 def legal_text(position, rng, text_format):
     moves = [move.uci() for move in chess.Board(position.fen).legal_moves]
     prompt = "L" + rewards.policy_prompt(position.fen, text_format)[1:]
-    listed = " ".join(rng.sample(moves, min(19, len(moves))))  # which makes the text as long as a policy's
-    return prompt, listed if text_format in rewards.WIDTH else f" {listed}"
+    return prompt, " ".join(rng.sample(moves, min(19, len(moves))))  # which makes the text as long as a policy's
 
 
 def judge_text(position, rng, text_format):
@@ -87,8 +79,7 @@ def judge_text(position, rng, text_format):
     return prompt, " ".join(f"{move}{'+' if move in legal else '-'}" for move in moves)
 
 
-TASKS = {"policy": policy_text, "moves": moves_text, "environment": environment_text}
-TASKS |= {"judge": judge_text, "legal": legal_text}
+TASKS = {"policy": policy_text, "environment": environment_text, "judge": judge_text, "legal": legal_text}
 
 
 def rare_kinds(labelled):
@@ -107,17 +98,17 @@ def rare_kinds(labelled):
     return [kind for kind in kinds if kind]
 
 
-def task_rows(step, rows, text_format, beginner, legal_steps=LEGAL_STEPS):
+def task_rows(step, rows, text_format, beginner):
     """How many texts of each task a step has. A `beginner` starts from random weights and has to learn the rules."""
     unit = max(1, rows // 32)  # multiples of it keep the number of shapes small
-    fades = max(0, 1 - step / legal_steps) if beginner else 0
-    judge_share = JUDGE if text_format in rewards.WIDTH else 0
-    legal, judge = (round(share * rows / unit) * unit for share in (LEGAL * fades, judge_share))
+    legal = judge = 0
+    if text_format in rewards.WIDTH:
+        fades = max(0, 1 - step / LEGAL_STEPS) if beginner else 0
+        legal = round(LEGAL * fades * rows / unit) * unit
+        judge = round(JUDGE * rows / unit) * unit
     environment = round(ENVIRONMENT * (rows - legal - judge) / unit) * unit
     policy = rows - environment - judge - legal
-    moves = 0 if text_format in rewards.WIDTH else round(CUT * fades * policy / unit) * unit
-    rest = {"environment": environment, "judge": judge, "legal": legal}
-    return {"policy": policy - moves, "moves": moves} | rest
+    return {"policy": policy, "environment": environment, "judge": judge, "legal": legal}
 
 
 def mirror(position):
@@ -137,39 +128,30 @@ def draw(rng, rows, labelled, rare, text_format):
     return {task: [TASKS[task](draw(), rng, text_format) for _ in range(n)] for task, n in rows.items() if n}
 
 
-def batches(drawn, tokenizer, n_positions, text_format):
-    """[(task, what tokenize() returns), ...]. RookWorld's texts differ in length, so they are sorted by it and cut into
-    parts of a quarter of a step, each padded to its own longest text."""
-    parts = list(drawn.items())
-    if text_format not in rewards.WIDTH:
-        size = -(-sum(map(len, drawn.values())) // 4)
-        some = {task: sorted(some, key=lambda text: len(tokenizer.encode("".join(text)))) for task, some in parts}
-        parts = [(task, some[task][i : i + size]) for task in some for i in range(0, len(some[task]), size)]
-    return [(task, tokenize(some, tokenizer, n_positions, text_format)) for task, some in parts]
-
-
-def tokenize(texts, tokenizer, n_positions, text_format):
+def tokenize(texts, tokenizer, text_format):
     """Inputs (R, S), places (K,) in R·S whose next token is to be predicted, these tokens (K,), their weights (K,), the
     rows (M,) of these K that are tokens of moves, the tokens that are legal there (M, V)."""
     rows = []
     for prompt, answer in texts:
         pieces = weigh(prompt, answer, text_format)
         weighed = [(token, weight) for piece, weight in pieces for token in tokenizer.encode(piece)]
-        rows.append((tokenizer.encode(prompt), *zip(*weighed, (tokenizer.eos, pieces[-1][1]))))
-    S = min(n_positions, -(-max(len(prompt) + len(ids) - 1 for prompt, ids, _ in rows) // BUCKET) * BUCKET)
+        rows.append((prompt_ids(prompt, tokenizer), *zip(*weighed, (tokenizer.eos, pieces[-1][1]))))
+    S = -(-max(len(prompt) + len(answer) - 1 for prompt, answer, _ in rows) // BUCKET) * BUCKET
     inputs, targets = np.zeros((len(texts), S), dtype=np.int64), np.full((len(texts), S), -1)
     weights, legal = np.ones((len(texts), S), dtype=np.float32), []
-    for i, ((prompt, answer), (prompt_ids, answer_ids, answer_weights)) in enumerate(zip(texts, rows)):
-        ids = [*prompt_ids, *answer_ids][: S + 1]
-        answered = slice(len(prompt_ids) - 1, len(ids) - 1)  # a token is predicted at the one before it
+    for i, ((prompt, answer), (asked, answered, answer_weights)) in enumerate(zip(texts, rows)):
+        ids = [*asked, *answered]
+        predicted = slice(len(asked) - 1, len(ids) - 1)  # a token is predicted at the one before it
         inputs[i, : len(ids) - 1] = ids[:-1]
-        targets[i, answered] = ids[len(prompt_ids) :]
-        weights[i, answered] = answer_weights[: len(ids) - len(prompt_ids)]
-        for place, tokens in legal_tokens(prompt, answer, tokenizer, text_format):
+        targets[i, predicted] = answered
+        weights[i, predicted] = answer_weights
+        if text_format not in rewards.WIDTH or prompt.startswith("J: "):
+            continue
+        for place, tokens in legal_tokens(prompt, answer, tokenizer):
             weights[i, place] *= targets[i, place] >= 0  # the move in an environment's prompt is not itself a target
             targets[i, place] = ids[place + 1]
             legal.append((i * S + place, tokens))
-        if prompt.startswith("A: ") and text_format in rewards.WIDTH:
+        if prompt.startswith("A: "):
             # After the move in the prompt, the target is a judge's mark instead of the history's first token.
             place = len(tokenizer.encode("+".join(prompt.split("+")[:2]))) - 1
             targets[i, place], weights[i, place] = ord("+" if answer.endswith("+0") else "-"), DECISIVE_WEIGHT
@@ -186,10 +168,8 @@ def place_on_board(square):
 
 def weigh(prompt, answer, text_format):
     """[(piece of the answer, weight of each of its tokens), ...]; the end token weighs as much as the last piece."""
-    if prompt.startswith("L: "):
+    if prompt.startswith("L: ") or text_format not in rewards.WIDTH:
         return [(answer, 1)]
-    if text_format not in rewards.WIDTH:
-        return weigh_fields(prompt, answer)
     if prompt.startswith("J: "):  # the marks alone
         return [(piece, DECISIVE_WEIGHT if piece in ("+", "-") else 0) for piece in re.split("([+-])", answer)]
     if prompt.startswith("P: "):  # the best move, which repeats the first
@@ -206,41 +186,21 @@ def weigh(prompt, answer, text_format):
     return [(piece, ENVIRONMENT_WEIGHT * weight) for piece, weight in pieces]
 
 
-def weigh_fields(prompt, answer):
-    """weigh() for RookWorld's format, where a token may stand for several squares and includes the space before it."""
-    if prompt.startswith("P: "):
-        fields = [piece for piece in re.split("( +(?= ))", answer) if piece]  # the last space belongs to the next field
-        pieces = [(piece, FIELD_WEIGHTS[piece.strip()[:1]]) for piece in fields]
-        return pieces if " B: " in answer else [*pieces, ("", 0)]  # a text cut after its moves does not end there
-    fen, move, *_ = prompt[3:].split("+")
-    before, after = (re.findall("[/+]| ?[^/ +]+", text) for text in (fen, answer))  # ranks and slashes, then fields
-    weights = [UNCHANGED_WEIGHT if old == new else 1 for old, new in zip(before, after)]
-    weights += [1] * (len(after) - len(weights))
-    for rank in move[1], move[3]:  # whether the move was legal shows here
-        weights[2 * (8 - int(rank))] = 1
-    weights[18] = DECISIVE_WEIGHT  # the clock of the 50-move rule
-    return [(piece, ENVIRONMENT_WEIGHT * weight) for piece, weight in zip(after, weights)]
-
-
-def legal_tokens(prompt, answer, tokenizer, text_format):
+def legal_tokens(prompt, answer, tokenizer):
     """For each token of a text's moves, (place, the tokens that continue a legal move which was not listed before).
     A text shows one of thirty legal moves; a loss on all probability that leads to none teaches the rule itself."""
-    if prompt.startswith("J: "):
-        return
     board = chess.Board(positions.read_prompt(prompt)[0])
-    header, listed = re.match("( *M: )?(.*?)(?= *E:|$)", answer).groups("")
-    before, space = prompt + header, ""
     if prompt.startswith("A: "):
         before, listed = prompt.partition("+")[0] + "+", prompt.split("+")[1]
-    elif text_format not in rewards.WIDTH:
-        before, space = before.rstrip(), " "  # which belongs to the move after it
-    separator = text_format in rewards.WIDTH  # whether the space between moves is a token of its own
-    legal = [tokenizer.encode(space + move.uci()) for move in board.legal_moves]
+    else:
+        header, listed = re.match("(M: )?(.*?)(?= E:|$)", answer).groups("")
+        before = prompt + header
+    legal = [tokenizer.encode(move.uci()) for move in board.legal_moves]
     place = len(tokenizer.encode(before)) - 1
     for move in listed.split():
-        move = tokenizer.encode(space + move)
+        move = tokenizer.encode(move)
         for k in range(len(move)):
             if tokens := [other[k] for other in legal if other[:k] == move[:k] and len(other) > k]:
                 yield place + k, tokens
         legal = [other for other in legal if other != move]
-        place += len(move) + separator
+        place += len(move) + 1  # and the space

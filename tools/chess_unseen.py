@@ -7,12 +7,8 @@ greedy player against itself, one at most from each. All of them are held out, a
 """
 
 import argparse
-import gzip
 import itertools
-import os
 import random
-import sys
-from pathlib import Path
 
 import chess
 from tqdm import tqdm
@@ -40,7 +36,7 @@ def ordinary(files, count, known, seed):
     found = positions.distinct(position for file in files for position in positions.load(file))
     found = [p for p in found if p.moves and held_out(p.fen) and board_key(p.fen) not in known]
     random.Random(seed).shuffle(found)
-    return list(itertools.islice(filter(positions.is_sound, found), count))
+    return found[:count]
 
 
 def greedy_move(board, rng):
@@ -97,7 +93,7 @@ def new_mates(count, known, seed):
 def main():
     parser = argparse.ArgumentParser("python -m tools.chess_unseen", description=__doc__.split("\n")[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("out", type=output_file, help="the file to make, gzipped")
+    parser.add_argument("out", type=output_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("files", metavar="FILE", nargs="*", help="labelled positions")
     parser.add_argument("--positions", type=number(int, 0), default=2000, help="ordinary positions, from the files")
     parser.add_argument("--mates", type=number(int, 0), default=1200, help="positions with a mate in one, from games")
@@ -110,13 +106,9 @@ def main():
              f"--positions {a.positions}; give more files.")  # fmt: skip
     known |= {board_key(position.fen) for position in drawn}
     mates = new_mates(a.mates, known, a.seed)
-    text = "".join(f"{line}\n" for line in [*map(chess_label.write_position, drawn), *mates])
-    Path(a.out).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same bytes at any time
-    print(f"{a.out}: {len(drawn)} positions, {len(mates)} with a mate in one, {os.path.getsize(a.out) / 1e6:.2f} MB.")
+    positions.write_lines(a.out, [*map(chess_label.write_position, drawn), *mates])
+    print(f"{a.out}: {len(drawn)} positions, {len(mates)} with a mate in one.")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()
