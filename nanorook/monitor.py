@@ -228,13 +228,10 @@ def introduction(model, source, task, items, held_out, microbatch):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         ends += f"\nLoRA of rank {model.lora.rank}: {trained / 1e6:.1f}M of them are trained, the others are frozen"
     again = ", blocks recomputed in the backward pass" * model.recompute
-    steps, warmup = values()["STEPS"], values()["WARMUP_STEPS"]
-    early = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {items} items to train on, {held_out} held out\n"
         f"{model.wte.weight.device} in {dtype}, {parallel.in_words()}, microbatches of {microbatch} tokens{again}"
-        f"{early * (steps < warmup)}"
     )
 
 

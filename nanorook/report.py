@@ -40,7 +40,7 @@ def read_run(folder, name):
         fail(f"{folder}/metrics.jsonl contains no step; give the OUT_DIR of a run that has made one.")
     curves = {}
     for row in rows:
-        for metric, value in (row | row.get("seconds", {})).items():
+        for metric, value in row.items():
             if isinstance(value, int | float) and math.isfinite(value):  # the state of a step tells where it is not
                 curves.setdefault(metric, {"training": []})["training"].append((row["step"], value, 0))
     settings, about, skill = objects(folder, "settings", "run", "skill")
@@ -118,9 +118,6 @@ TRAINING = {  # metric: its title, and the unit
     "clip_high": ("Clipped above", "share of tokens whose gradient the clip changes"),
     "logprob_gap": ("Sampling and training", "nats, mean difference of logprobs"),
     "lr": ("Learning rate", "of AdamW"),
-    "sampling": ("Sampling", "seconds of a step"),
-    "grading": ("Grading", "seconds of a step"),
-    "update": ("Update", "seconds of a step"),
     "tokens_per_second": ("Speed", "completion tokens per second"),
 }
 
@@ -149,7 +146,8 @@ LEFT, RIGHT, TOP, BOTTOM = 42, 292, 8, 124  # of a plot in its own units, 300 wi
 
 
 def plot(runs, metric, title, unit=""):
-    """A figure of a metric, whose axis begins at 0 or below. One run gets a colour for each of its lines; several runs get one each."""
+    """A figure of a metric, whose axis begins at 0 or below. One run gets a colour for each of its lines; several runs
+    get one each."""
     last = max(run.rows[-1]["step"] for run in runs)
     curves = []  # [(name, CSS classes, points), ...]
     for i, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""The outcome of a run in a few sentences: they end train.py's output, begin the report and are on the model's card."""
+"""The outcome of a run in a few sentences, with which train.py's output ends and the report begins."""
 
 import json
 import math
@@ -181,32 +181,3 @@ def why_nothing(rows, kinds, first, settings, gains):
                 "them, or raise EVAL_POSITIONS")  # fmt: skip
     half = max((half for name, (_, half, _) in gains.items() if " reward " in name), default=math.inf)
     return f"a gain in reward of less than {half:.2g} would go unnoticed; raise STEPS, LR or EVAL_POSITIONS"
-
-
-def card(out, lines):
-    """README.md of the trained model, with its verdict."""
-    settings, about = objects(out, "settings", "run")
-    what = "".join(f"- {line}\n" for line in lines[:-1])  # the last one is about folders of this machine
-    return f"""---
-library_name: transformers
-tags: [grpo, nanorook]
----
-# A model trained with GRPO
-
-Trained by nanorook (commit {about.get("commit")}) on {about.get("machine")}, {about.get("started")}.
-
-- Task: {settings.get("TASK")}
-- Data: {settings.get("DATA")}
-- Start model: {settings.get("MODEL") or "the task's own"}
-- Command: `{about.get("command")}`
-
-## Verdict
-
-{what}
-## Use
-
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained("PATH OF THIS FOLDER")
-
-From nanorook's folder, `python -m tools.ask PATH "a question"` asks it and grades the answers.
-"""

@@ -216,7 +216,7 @@ def test_what_a_killed_run_has_cut_or_not_written_hides_nothing_else(run):
     assert "<h4>Reward" in text and 'class="card"' in text and text.rstrip().endswith("</html>")
     for name in ("settings.json", "run.json", "skill.json", "samples.jsonl"):
         (run / name).unlink()
-    assert report.write(run).read_text().count('class="plot"') == 10
+    assert report.write(run).read_text().count('class="plot"') == 9
     for content in "", '{"step": 1, "rew', "[1]\n", "\x00\xff\n", "[" * 9999:
         (run / "metrics.jsonl").write_text(content, encoding="latin-1")
         with pytest.raises(SystemExit, match="error: .*contains no step"):
