@@ -6,7 +6,6 @@ for a run that was killed. What a model wrote is escaped, and the page allows no
 
 import json
 import math
-import os
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +24,7 @@ SHOWN = 3  # samples of each kind with the lowest reward, and as many with the h
 
 class Run(NamedTuple):
     folder: Path
-    name: str  # the folder's, with as much of its path as distinguishes it from the page's other runs
+    name: str
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
     settings: dict
@@ -275,8 +274,8 @@ def write(*folders):
     """Writes the page of one run, or of several, into the first one's folder; returns its path. Answers are on the page
     of a single run alone."""
     paths = [Path(folder).resolve() for folder in folders]
-    shared = os.path.commonpath([path.parent for path in paths])
-    runs = [read_run(path, os.path.relpath(path, shared)) for path in paths]
+    names = map(str, folders) if len(paths) > 1 else [paths[0].name]
+    runs = [read_run(path, name) for path, name in zip(paths, names)]
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
     titles = [legend([run]) for run in named] or [""]
 

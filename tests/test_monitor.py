@@ -36,8 +36,8 @@ def test_the_log_looks_back_on_the_first_step_and_on_the_last_forty(tmp_path):
 STATES = {
     "red": [{"broken": True}, {"skipped": 1}, {"b/kl": 1.5}, {"b/structure": 0.1}, {"b/hit_limit": 0.9}]
     + [{"b/reward_max": -1}],
-    "yellow": [{"b/frac_zero_std": 0.6}, {"clip_low": 0.4}, {"b/logprob_gap": 0.1}, {"b/reward": 0.1}]  # it falls
-    + [{"b/hit_limit": 0.3}, {"b/structure": 0.5}, {"grad_norm": 11}],
+    "yellow": [{"b/frac_zero_std": 0.6}, {"clip_low": 0.4}, {"b/logprob_gap": 0.1}]
+    + [{"b/hit_limit": 0.3}, {"grad_norm": 11}],
     "green": [{}, {"b/frac_zero_std": 0.6, "b/reward": 0.9}],  # most questions are solved
 }
 
@@ -75,8 +75,7 @@ def test_figures_have_gaps_where_there_is_no_value():
 @pytest.mark.parametrize("state", STATES)
 def test_a_step_is_diagnosed(state):
     for change in STATES[state]:
-        past = [HEALTHY] * 20 + [HEALTHY | change] * 20
-        found = monitor.diagnose(HEALTHY | change, past, kl_threshold=1.0, max_grad_norm=1.0)
+        found = monitor.diagnose(HEALTHY | change, [HEALTHY], kl_threshold=1.0, max_grad_norm=1.0)
         assert found["state"] == state and bool(found["advice"]) == (state != "green"), change
         assert (" b " in found["advice"]) == any(name.startswith("b/") for name in change if state != "green"), found
 

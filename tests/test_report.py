@@ -190,7 +190,7 @@ def test_several_runs_are_told_apart(run, tmp_path):
     lines, svg = panels(text)["Gradient norm"]
     assert lines == [] and [svg.count(f'class="line c{i}"') for i in range(3)] == [1, 1, 0]
     assert re.findall('<ul class="legend"><li><i class="(c.)"></i>(.*?)</li></ul>', text)[:2] == [
-        ("c0", "run"), ("c1", "same/run")
+        ("c0", str(run)), ("c1", str(same))
     ]  # fmt: skip
 
 
