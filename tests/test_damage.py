@@ -12,8 +12,6 @@ from architectures import count_parameters
 from examples.chat import chat
 from nanorook.folder import read_weights
 from nanorook.tokenizer import Tokenizer
-from tools import chess_benchmark as benchmark
-from tools import chess_pretrain as pretrain
 from tools import evaluate
 
 LLAMA = dict(model_type="llama", vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2)
@@ -70,41 +68,19 @@ def chat_with(**settings):
     )
 
 
-def weights_of(index):
-    def load(folder):
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        read_weights(folder)
-
-    return load
+def weights(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+    read_weights(folder)
 
 
-def table_of(skill):
-    def show(folder):
-        (folder / "skill.json").write_text(skill)
-        evaluate.main()
-
-    return show
-
-
-def puzzles(folder):
-    (folder / "task.json").write_text('{"examples": ' + "[" * 100_000)
-    benchmark.read_puzzles(str(folder / "task.json"), 9)
-
-
-def few_positions_to_start_from(folder):
-    toy.model().save(folder / "small")  # with 24 positions
-    sys.argv = ["pretrain", str(folder / "out"), "--init", str(folder / "small")]
-    pretrain.main()
+def table_of(folder):
+    (folder / "skill.json").write_text('{"before": {')
+    evaluate.main()
 
 
 DAMAGE = {  # what is wrong: what meets it, and the sentence
-    "skill.json is cut off": (table_of('{"before": {'), "skill.json is damaged .JSONDecodeError"),
-    "a start model with few positions": (
-        few_positions_to_start_from,
-        "small has 24 positions, but a text may need 288",
-    ),
-    "puzzles that are nested too deep": (puzzles, "cannot be read as puzzles: RecursionError"),
-    "a weight map with a number": (weights_of({"weight_map": {"a": 5}}), "index.json: damaged, or not an index"),
+    "skill.json is cut off": (table_of, "skill.json is damaged .JSONDecodeError"),
+    "a weight map with a number": (weights, "index.json: damaged, or not an index"),
     "templates without names": (chat_with(chat_template=[{"template": "a"}]), "cannot be read: KeyError: 'name'"),
     "a template in another encoding": (
         lambda folder: ask_in_a_chat(folder, {"chat_template.jinja": b"\xff\xfe{"}),
