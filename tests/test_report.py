@@ -168,6 +168,7 @@ def test_what_was_run_and_how_it_went(run, monkeypatch):
 
 def test_held_out_skill_stands_beside_training_with_its_intervals(run):
     text = report.write(run).read_text()
+    assert "nan" not in panels(text)["Gradient norm"][1]  # it is not finite at step 9
     lines, svg = panels(text)["&lt;legal&gt; moves"]
     assert lines == ["training", "greedy", "T=1"]
     assert re.findall("<title>(.*?)</title>", svg) == 2 * [
