@@ -1,9 +1,10 @@
 """Dashboards: REPORT_TO=wandb, trackio or tensorboard sends a run there. No other run needs these packages.
 
-Each gets the settings, the metrics of every step, held-out skill with the ends of its intervals, and some graded
-answers. A resumed run continues its record: in wandb by its id, which needs wandb's server (offline, each start makes a
-folder with that id), in trackio by its name, and in tensorboard by the folder OUT_DIR/tensorboard. trackio writes twice
-a second and has no way to wait for it, so a killed run may lose there what it reported in its last half second.
+Each gets the metrics of every step and held-out skill with the ends of its intervals; wandb and trackio also get the
+settings and some graded answers. A resumed run continues its record: in wandb by its id, which needs wandb's server
+(offline, each start makes a folder with that id), in trackio by its name, and in tensorboard by the folder
+OUT_DIR/tensorboard. trackio writes twice a second and has no way to wait for it, so a killed run may lose there what it
+reported in its last half second.
 """
 
 import atexit
@@ -61,25 +62,18 @@ def connect(where, run):
 
         # Drops what a killed run wrote beyond its checkpoint, or all of it if there was none.
         writer = SummaryWriter(run.out / where, purge_step=run.step + 1 if run.skill else 0)
-        writer.add_text("settings", markdown([["setting", "value"], *map(list, settings.values().items())]))
 
         def report(step, numbers, rows=()):
             for name, value in numbers.items():
                 writer.add_scalar(name.replace(" ", "_").replace(",", ""), value, step)
-            if rows:
-                writer.add_text("answers", markdown([COLUMNS, *rows]), step)
             writer.flush()
 
         return report
     package = importlib.import_module(where)
     run.record = run.record or secrets.token_hex(4)
     own = {"id": run.record, "dir": run.out} if where == "wandb" else {}
-    try:
-        name = f"{run.out.resolve().name}-{run.record}"
-        package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
-    except Exception as error:  # no account, no network: wandb's own errors
-        hint = " WANDB_MODE=offline needs no account." if where == "wandb" else ""
-        fail(f"REPORT_TO={where} could not start logging ({error}).{hint}")
+    name = f"{run.out.resolve().name}-{run.record}"
+    package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
     atexit.register(package.finish)
 
     def report(step, numbers, rows=()):
@@ -87,8 +81,3 @@ def connect(where, run):
         package.log(numbers | shown, step=step)
 
     return report
-
-
-def markdown(rows):
-    lines = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(rows[0]), *lines[1:]])

@@ -6,18 +6,17 @@ for a run that was killed. What a model wrote is escaped, and the page allows no
 
 import json
 import math
-import os
-import statistics
 from html import escape
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nanorook import task as task_file
+from nanorook.run import write as write_whole
 from nanorook.settings import fail
-from nanorook.statistics import beyond_chance, gain, with_interval
-from nanorook.task import TAKEN, Question, as_sum
+from nanorook.statistics import with_interval
+from nanorook.tables import skill_rows
+from nanorook.task import TAKEN, Question, as_sum, kinds_of, load_task
 from nanorook.verdict import objects, read, verdict
 
 SHOWN = 3  # samples of each kind with the lowest reward, and as many with the highest
@@ -25,64 +24,66 @@ SHOWN = 3  # samples of each kind with the lowest reward, and as many with the h
 
 class Run(NamedTuple):
     folder: Path
-    name: str  # the folder's, with as much of its path as distinguishes it from the page's other runs
+    name: str
     rows: list  # of metrics.jsonl
     samples: list  # of samples.jsonl
     settings: dict
     about: dict  # run.json
     skill: dict  # {title: {figure: [mean, half-width, values of the questions]}}
-    show: Any  # the task's function
-    curves: dict  # {"kind/metric": [(step, value), ...], "kind/metric T=0": [(step, mean, half-width), ...]}
+    curves: dict  # {metric or "kind/metric": {"training": [(step, value, 0), ...], "T=0": [(step, mean, half-width)]}}
 
 
 def read_run(folder, name):
-    folder, curves = Path(folder), {}
     rows = [row for row in read(folder / "metrics.jsonl") if "step" in row]
     if not rows:
         fail(f"{folder}/metrics.jsonl contains no step; give the OUT_DIR of a run that has made one.")
+    curves = {}
     for row in rows:
-        for metric, value in (row | row.get("seconds", {})).items():
-            if isinstance(value, int | float):
-                curves.setdefault(metric, []).append((row["step"], float(value)))
+        for metric, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value):  # the state of a step tells where it is not
+                curves.setdefault(metric, {"training": []})["training"].append((row["step"], value, 0))
     settings, about, skill = objects(folder, "settings", "run", "skill")
+    ends = {"before": 0, "after": rows[-1]["step"]}
     for title, figures in skill.items():
-        step = rows[-1]["step"] if title == "after" else 0 if title == "before" else int(title.removeprefix("step "))
+        step = ends[title] if title in ends else int(title.removeprefix("step "))
         for figure, (mean, half, _) in figures.items():
-            curves.setdefault(figure.replace(" ", "/", 1), []).append((step, mean, half))
-    samples = read(folder / "samples.jsonl")
-    return Run(folder, name, rows, samples, settings, about, skill, load_show(settings.get("TASK")), curves)
+            kind, metric, how = figure.split(" ")
+            curves.setdefault(f"{kind}/{metric}", {}).setdefault(how, []).append((step, mean, half))
+    return Run(folder, name, rows, read(folder / "samples.jsonl"), settings, about, skill, curves)
 
 
-def load_show(file):
-    """The task's `show`, or a function that shows nothing if the task has none or is not on this machine."""
-    try:
-        return task_file.load_task(file).show
-    except (SystemExit, Exception):
-        return lambda question, text: ""
-
-
-def head(run, title):
+def head(run):
     """The verdict, whose first line begins with a state."""
     first, *others = verdict(run.folder)
     _, state, first = first.split(None, 2)
-    for line in (first, *others):
-        lead, colon, rest = escape(line).partition(": ")
-        dot = f'<i class="{escape(state)}"></i>' * (line is first)
-        title += f'<p class="verdict">{dot}' + (f"<b>{lead}:</b> {rest}" if colon else lead) + "</p>"
-    return title
+    lines = [f'<i class="{escape(state)}"></i>{escape(first)}', *map(escape, others)]
+    return "".join(f'<p class="verdict">{line}</p>' for line in lines)
 
 
-def states(run, title):
+def states(run):
     """A strip with the state of each step, and a list of the advice with the steps that gave it."""
     strip, items, advice = "", "", {}
-    for state, (*group,) in groupby(run.rows, lambda row: row.get("state", "green")):
-        strip += f'<i class="{escape(state)}" style="flex:{len(group)}"></i>'
-        for row in group:
-            advice.setdefault((state, row.get("advice", "")), []).append(row["step"])
+    for row in run.rows:
+        state = row.get("state", "green")
+        strip += f'<i class="{escape(state)}"></i>'
+        advice.setdefault((state, row.get("advice", "")), []).append(row["step"])
     for (state, text), steps in advice.items():
         when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
         items += f'<li><i class="{escape(state)}"></i>{escape(text or state)} <span class="soft">{when}</span></li>'
-    return f'{title}<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
+    return f'<div class="strip">{strip}</div><ul class="advice">{items}</ul>'
+
+
+def skill_table(run):
+    """The first evaluation, the last one, and the gain, as tools.evaluate prints them."""
+    if not run.skill:
+        return ""
+    titles = [*run.skill]
+    columns = {title: run.skill[title] for title in (titles[0], titles[-1])}
+    heading, *rows = skill_rows(columns, run.about.get("names", {}))
+    page = "<thead><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in heading) + "</tr></thead>"
+    for name, *cells in rows:
+        page += f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    return f'<div class="scroll"><table>{page}</table></div>'
 
 
 def settings(runs):
@@ -90,118 +91,106 @@ def settings(runs):
     the values of each run where they differ."""
     tables, page = [], ""
     for run in runs:
-        about = {name: value for name, value in run.about.items() if name not in ("versions", "questions", "changes")}
-        if changes := run.about.get("changes"):
-            told = [f"{name} from {was} to {value} after step {step}" for step, name, was, value in changes]
-            about["changed"] = "; ".join(told)
-        tables.append(about | run.about.get("versions", {}) | run.settings)
+        about = {name: value for name, value in run.about.items() if isinstance(value, str | int)}
+        changes = run.about.get("changes", [])
+        told = [f"{name} from {was} to {now} after step {step}" for step, name, was, now in changes]
+        tables.append(about | {"changed": "; ".join(told)} | run.about.get("versions", {}) | run.settings)
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [str(table.get(name, "–")) for table in tables]
-        css, told = ("differs", " | ".join(values)) if len({*values}) > 1 else ("", values[0])
-        page += f'<div class="{css}"><dt>{escape(name)}</dt><dd>{escape(told)}</dd></div>'
+        differ = len({*values}) > 1
+        told = " | ".join(values) if differ else values[0]
+        page += f'<div class="{"differs" * differ}"><dt>{escape(name)}</dt><dd>{escape(told)}</dd></div>'
     return page
 
 
-# ---- Skill and curves --------------------------------------------------------------------------------------
+# ---- Curves ------------------------------------------------------------------------------------------------
+
+TRAINING = {  # metric: its title, and the unit
+    "reward": ("Reward", "mean over a step's answers"),
+    "frac_zero_std": ("Groups without a signal", "share with equal rewards"),
+    "hit_limit": ("Cut off", "share of completions"),
+    "length": ("Completion length", "tokens"),
+    "kl": ("KL to the reference", "nats per token"),
+    "entropy": ("Entropy", "nats per token"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "clip_low": ("Clipped below", "share of tokens whose gradient the clip changes"),
+    "clip_high": ("Clipped above", "share of tokens whose gradient the clip changes"),
+    "logprob_gap": ("Sampling and training", "nats, mean difference of logprobs"),
+    "lr": ("Learning rate", "of AdamW"),
+    "tokens_per_second": ("Speed", "completion tokens per second"),
+}
 
 
-def skill_table(runs):
-    """The first run's first evaluation and each run's last one, followed by the gain of a single run, or by how much
-    each of several runs differs from the first one."""
-    ends = [(run, [*run.skill][-1]) for run in runs if run.skill]
-    starts = [(run, [*run.skill][0]) for run, _ in ends[:1] if len(run.skill) > 1]
-    base, columns = ends[:1] if len(ends) > 1 else starts, []  # [(heading, {figure: (CSS class, text)}), ...]
-    for run, title in starts + ends:
-        figures = {name: ("", with_interval(*figure[:2])) for name, figure in run.skill[title].items()}
-        columns.append((f"{run.name}, {title}" if len(runs) > 1 else title, figures))
-    for (first, begin), (run, end) in product(base, ends[len(ends) > 1 :]):
-        before, after = first.skill[begin], run.skill[end]
-        gains = {name: difference(name, first, before, run, after) for name in after if name in before}
-        certain = beyond_chance(gains)
-        changes = {name: (("up" if mean > 0 else "down") * (name in certain), with_interval(mean, half, "+.3f"))
-                   for name, (mean, half, _) in gains.items()}  # fmt: skip
-        columns.append((f"{run.name} − {first.name}" if len(runs) > 1 else "gain", changes))
-    names, called = dict.fromkeys(name for _, cells in columns for name in cells), names_in(runs)
-    order = list(dict.fromkeys(name.rpartition(" ")[0] for name in names))
-    page = "<thead><tr><th></th>" + "".join(f"<th>{escape(heading)}</th>" for heading, _ in columns) + "</tr></thead>"
-    for name in sorted(names, key=lambda name: order.index(name.rpartition(" ")[0])):
-        what, _, how = name.rpartition(" ")
-        page += f"<tr><th>{escape(called.get(what, what))} <small>{escape(manner(how))}</small></th>"
-        for css, text in (cells.get(name, ("", "")) for _, cells in columns):
-            page += f'<td class="{css}">{text.replace("-", "−")}</td>'
-    return f"<table>{page}</table>" if ends else ""
+def skill_plots(runs):
+    """For each kind of question the reward, its pieces and the metrics, in training and held out."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    called = {name: text for run in runs for name, text in run.about.get("names", {}).items()}
+    page = ""
+    for kind in kinds_of(names):
+        plots = ""
+        for name in names:
+            first, _, metric = name.partition("/")
+            if first == kind and metric not in TAKEN[1:]:
+                title = called.get(f"{kind} {metric}", metric.replace("earned/", "reward for "))
+                plots += plot(runs, name, title)
+        page += f'<h3>{escape(kind)}</h3><div class="plots">{plots}</div>'
+    return page
 
 
-def names_in(runs):
-    """{"kind metric": its name for people}, as the runs' task gives them."""
-    return {name: called for run in runs for name, called in run.about.get("names", {}).items()}
+def training_plots(runs):
+    return "".join(plot(runs, metric, *told) for metric, told in TRAINING.items())
 
 
-def difference(name, first, before, other, after):
-    """How much a figure differs between two evaluations, as gain() returns it: question by question if both asked the
-    same ones."""
-    asked, also = (run.about.get("questions", {}).get(name.split(" ")[0]) for run in (first, other))
-    return gain(before[name][2], after[name][2], paired=first is other or asked and asked == also)
+LEFT, RIGHT, TOP, BOTTOM = 42, 292, 8, 124  # of a plot in its own units, 300 wide
 
 
-def manner(how):
-    """How questions were answered, in the words of the legends."""
-    return {"": "training", "T=0": "greedy"}.get(how, how.replace("=", " = "))
+def plot(runs, metric, title, unit=""):
+    """A figure of a metric, whose axis begins at 0 or below. One run gets a colour for each of its lines; several runs
+    get one each."""
+    last = max(run.rows[-1]["step"] for run in runs)
+    curves = []  # [(name, CSS classes, points), ...]
+    for i, run in enumerate(runs):
+        for j, (how, points) in enumerate(run.curves.get(metric, {}).items()):
+            css = f"c{(i if len(runs) > 1 else j) % 8}"
+            css += "" if how == "T=0" or "/" not in metric else " thin" if how == "training" else " dashed"
+            curves.append(({"T=0": "greedy"}.get(how, how), css, points))
+    if not curves:
+        return ""
+    points = [point for *_, points in curves for point in points]
+    low = min(0, *(value for _, value, _ in points))
+    high = max((value + half for _, value, half in points if half < math.inf), default=1)
+    if max(value for _, value, _ in points) <= 1:  # perhaps a share, of which an interval may reach too far
+        high = min(1, high)
+    high = high or 1  # all values are 0
 
+    def x(step):
+        return LEFT + (RIGHT - LEFT) * step / last
 
-PANELS = (  # title, unit, {metric: what its line is called}; some metrics have a line for each kind of question, too
-    ("Reward", "mean over a step's answers", {"reward": "all"}),
-    ("Best reward", "highest of a step's answers", {"reward_max": "all"}),
-    ("Groups without a signal", "share with equal rewards", {"frac_zero_std": "all"}),
-    ("Cut off", "share of completions", {"hit_limit": "all"}),
-    ("Completion length", "tokens", {"length": ""}),
-    ("KL to the reference", "nats per token", {"kl": ""}),
-    ("Entropy", "nats per token", {"entropy": ""}),
-    ("Gradient norm", "before clipping", {"grad_norm": ""}),
-    ("Clipped tokens", "share whose gradient the clip changes", {"clip_low": "below", "clip_high": "above"}),
-    ("Sampling and training", "nats, mean difference of logprobs", {"logprob_gap": ""}),
-    ("Learning rate", "of AdamW", {"lr": ""}),
-    ("Time of a step", "seconds", {"sampling": "sampling", "grading": "grading", "update": "update"}),
-    ("Speed", "completion tokens per second", {"tokens_per_second": ""}),
-)
+    def y(value):
+        return BOTTOM - (BOTTOM - TOP) * min(1, max(0, (value - low) / (high - low)))
 
+    def path(css, points):
+        """h0 makes a dot of a single point."""
+        d = "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value, _ in points)
+        return f'<path class="{css}" d="M{d}h0"/>'
 
-def skill_panels(names, kind, called):
-    """The reward and the metrics of a kind of question, in training and held out; `called` has names for people."""
-    for metric in dict.fromkeys(name.partition(" ")[0] for name in names if name.startswith(f"{kind}/")):
-        _, short, *piece = metric.split("/")
-        if not piece and short not in TAKEN[1:]:
-            lines = [name for name in names if name.partition(" ")[0] == metric]
-            yield called.get(f"{kind} {short}", short), "", {name: manner(name.partition(" ")[2]) for name in lines}
-
-
-def training_panels(names, kinds):
-    for title, unit, lines in PANELS:
-        each = {f"{kind}/{metric}": kind for metric in lines for kind in kinds}
-        yield title, unit, lines | {name: kind for name, kind in each.items() if len(kinds) > 1 and name in names}
-    for kind in kinds:
-        start, unit = f"{kind}/earned/", "mean of each over a step's answers"
-        yield f"Pieces of the {kind} reward", unit, {n: n.removeprefix(start) for n in names if n.startswith(start)}
-
-
-def one_by_one(panels):
-    """The panels split into one for each metric."""
-    return ((f"{title}: {line}" if len(lines) > 1 else title, unit, {name: line})
-            for title, unit, lines in panels for name, line in lines.items())  # fmt: skip
-
-
-def plots(runs, panels):
-    """One run gets a colour for each line of a panel; several runs get one each."""
-    page, several, last = "", len(runs) > 1, max(run.rows[-1]["step"] for run in runs)
-    for title, unit, lines in panels:
-        held_out, curves = [name for name in lines if " " in name], []
-        for i, run in enumerate(runs):
-            for j, name in enumerate(lines):
-                css = f"c{(i if several else j) % 8}" + " thin" * (bool(held_out) and name not in held_out)
-                css += " dashed" * (name in held_out[1:] or j > 7)
-                curves += [(lines[name], css, run.curves[name])] if name in run.curves else []
-        page += plot(title, unit, curves, last, named=not several and len(curves) > 1) if curves else ""
-    return f'<div class="plots">{page}</div>'
+    svg = ""
+    for mark in sorted({low, 0, high}):
+        svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
+        svg += f'<text class="tick" x="{LEFT - 6}" y="{y(mark) + 4:.1f}">{mark:.3g}</text>'
+    for step in sorted({0, last // 2, last}):
+        svg += f'<text x="{x(step):.1f}" y="{BOTTOM + 16}">{"step " * (not step)}{step}</text>'
+    for how, css, points in curves:
+        svg += path(f"line {css}", points)
+        if how != "training":
+            band = [(step, mean - half, 0) for step, mean, half in points]
+            svg += path(f"band {css}", band + [(step, mean + half, 0) for step, mean, half in points[::-1]])
+            for step, mean, half in points:
+                svg += f'<circle class="{css}" cx="{x(step):.1f}" cy="{y(mean):.1f}" r="2.5">'
+                svg += f"<title>step {step}: {with_interval(mean, half)}</title></circle>"
+    named = legend(curves) if len(runs) == 1 and len(curves) > 1 else ""
+    svg = f'<svg viewBox="0 0 300 146" role="img" aria-label="{escape(title)}">{svg}</svg>{named}'
+    return f'<figure class="plot"><h4>{escape(title)}</h4><figcaption>{escape(unit)}</figcaption>{svg}</figure>'
 
 
 def legend(lines):
@@ -210,184 +199,95 @@ def legend(lines):
     return f'<ul class="legend">{items}</ul>'
 
 
-LEFT, RIGHT, TOP, BOTTOM = 42, 292, 8, 124  # of a plot in its own units, 300 wide
-
-
-def plot(title, unit, curves, last, named=False):
-    """A figure of curves, [(name, CSS classes, points), ...]. Points with a half-width become dots on a band; others
-    are also drawn smoothed."""
-    points = [point for *_, points in curves for point in points]
-    ends = [value + sign * half for _, value, *halves in points for half in halves for sign in (-1, 1)]
-    log, marks = axis([value for _, value, *_ in points if math.isfinite(value)] or [0], filter(math.isfinite, ends))
-    low, high = (math.log10(mark) if log else mark for mark, _ in (marks[0], marks[-1]))
-
-    def x(step):
-        return LEFT + (RIGHT - LEFT) * step / last
-
-    def y(value):
-        value = (math.log10(value) if value > 0 else low) if log else value
-        return max(TOP, min(BOTTOM, BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)))
-
-    def path(css, points):
-        """Leaves gaps where a value is not finite; h0 makes a dot of a single point."""
-        parts = [list(part) for finite, part in groupby(points, lambda point: math.isfinite(point[1])) if finite]
-        d = "".join("M" + "L".join(f"{x(s):.1f} {y(v):.1f}" for s, v, *_ in part) + "h0" for part in parts)
-        return f'<path class="{css}" d="{d}"/>'
-
-    svg = ""
-    for mark, text in marks:
-        svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
-        svg += f'<text class="tick" x="{LEFT - 6}" y="{y(mark) + 4:.1f}">{text}</text>'
-    for step, text in ticks(0, last, 5):
-        if step % 1 == 0 and step <= last:
-            svg += f'<text x="{x(step):.1f}" y="{BOTTOM + 16}">{"step " * (not step)}{text}</text>'
-    held_out = [(css, points) for _, css, points in curves if len(points[0]) == 3]
-    for css, points in held_out:
-        band = [(step, value - half) for step, value, half in points]
-        svg += path(f"band {css}", band + [(step, value + half) for step, value, half in points[::-1]])
-    for _, css, points in curves:
-        svg += path(f"raw {css}", points) if len(points[0]) == 2 and len(curves) < 5 else ""
-        svg += path(f"line {css}", points if len(points[0]) == 3 else smooth(points))
-        for step, value, *half in points:
-            if not math.isfinite(value):
-                svg += f'<path class="broken" d="M{x(step):.1f} {TOP}V{BOTTOM}"/>'
-            elif half:
-                svg += f'<circle class="{css}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5">'
-                svg += f"<title>step {step}: {with_interval(value, *half)}</title></circle>"
-    svg = f'<svg viewBox="0 0 300 146" role="img" aria-label="{escape(title)}">{svg}</svg>{legend(curves) * named}'
-    return f'<figure class="plot"><h4>{escape(title)}</h4><figcaption>{escape(unit)}</figcaption>{svg}</figure>'
-
-
-def smooth(points):
-    """Means over neighbouring points, at most 20 on each side."""
-    n = min(20, len(points) // 20)
-    windows = [[v for _, v in points[max(0, i - n) : i + n + 1] if math.isfinite(v)] for i in range(len(points))]
-    return [(step, statistics.fmean(w) if w else math.nan) for (step, _), w in zip(points, windows)]
-
-
-def axis(values, ends):
-    """(whether it is logarithmic, its ticks), fitted to values and the ends of their intervals, but not to noise. A
-    logarithmic axis shows all where one value dwarfs the others; one of shares stays between 0 and 1."""
-    low, high, positive = min(values), max(values), [value for value in values if value > 0]
-    if low >= 0 and positive and high > 100 * statistics.median(positive):
-        low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(high))
-        return True, [(10.0**exponent, f"1e{exponent:.0f}") for exponent, _ in ticks(low, high, 3) if exponent % 1 == 0]
-    least, most = 0 if low >= 0 else -math.inf, 1 if low >= 0 and high <= 1 else math.inf
-    low, high = min(seen := [low, high, *ends]), max(seen)
-    room = max(0, max(abs(low), abs(high)) / 20 - (high - low)) / 2 or (low == high) / 2
-    return False, ticks(max(least, low - room), min(most, high + room), 4)
-
-
-def ticks(low, high, count):
-    """[(value, text), ...]: about `count` steps of 1, 2 or 5 times a power of ten, which reach from `low` to `high`."""
-    wanted = (high - low) / count
-    power = math.floor(math.log10(wanted))
-    step = min((factor * 10.0**power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / wanted)))
-    form = f",.{max(0, -math.floor(math.log10(step) + 1e-6))}f" if 1e-5 < step < 1e6 else ".3g"
-    marks = (i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1))
-    return [(mark, f"{mark:{form}}".replace("e-0", "e-") if mark else "0") for mark in marks]
-
-
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
-def cards(runs):
-    """Each question once with its answers: those of the first and the last evaluation, or each of several runs' last.
-    Those of each kind whose last answer has the lowest or the highest reward are shown."""
-    questions, most, page = {}, {}, ""
-    for run in runs:
-        steps = [sample["step"] for sample in run.samples]
-        for sample in run.samples:
-            if sample["step"] == max(steps) or len(runs) == 1 and sample["step"] == min(steps):
-                when = f"step {sample['step']}" if sample["step"] else "before"
-                title = f"{run.name}, {when}" if len(runs) > 1 else when
-                answers = questions.setdefault((sample["kind"], sample["prompt"]), {})
-                answers.setdefault(sample["completion"], ([], run, sample))[0].append(title)
-                for pieces in judged(sample).values():
-                    key = sample["kind"], next(iter(pieces))
-                    most[key] = max(most.get(key, 0), sum(pieces.values()))
-    order = sorted(questions, key=lambda question: (question[0], [*questions[question].values()][-1][2]["reward"]))
-    for kind, (*group,) in groupby(order, lambda question: question[0]):
-        some = [card(questions[question], most) for question in dict.fromkeys(group[:SHOWN] + group[-SHOWN:])]
+def cards(run):
+    """The questions of each kind whose last answer has the lowest or the highest reward, each with its answers in the
+    first and the last evaluation."""
+    if not run.samples:
+        return ""
+    ends = run.samples[0]["step"], run.samples[-1]["step"]
+    questions = {}
+    for sample in run.samples:
+        if sample["step"] in ends:
+            questions.setdefault((sample["kind"], sample["prompt"]), []).append(sample)
+    show = load_show(run.settings.get("TASK"))
+    page = f'<p class="soft">{escape(show.__doc__ or "")}</p>'
+    order = sorted(questions.values(), key=lambda answers: (answers[0]["kind"], answers[-1]["reward"]))
+    for kind, (*group,) in groupby(order, lambda answers: answers[0]["kind"]):
+        chosen = group if len(group) <= 2 * SHOWN else group[:SHOWN] + group[-SHOWN:]
         page += f"<h3>{escape(kind)}</h3>"
-        page += f'<p class="soft">{len(some)} of {len(group)} questions, the lowest reward first</p>'
-        page += f'<div class="cards">{"".join(some)}</div>'
+        page += f'<p class="soft">{len(chosen)} of {len(group)} questions, the lowest reward first</p>'
+        page += '<div class="cards">' + "".join(card(answers, show) for answers in chosen) + "</div>"
     return page
 
 
-def card(answers, most):
-    (*_, sample), figures = next(iter(answers.values())), ""
-    for titles, run, one in answers.values():
-        figures += f"<figure><figcaption>{escape(' and '.join(titles))}</figcaption>{shown(run, one)}"
-        figures += f'<pre>{marked(one, most)}</pre><p class="soft"><b>{one["reward"]:.4g}</b> = '
-        figures += f"{escape(as_sum(one['pieces']) or '0')}</p></figure>"
-    truth, prompt = json.dumps(sample["truth"], ensure_ascii=False), escape(sample["prompt"].strip())
+def load_show(file):
+    """The task's `show`, or a function that shows nothing if the task has none or is not on this machine."""
+    try:
+        return load_task(file).show
+    except (SystemExit, Exception):
+        return lambda question, text: ""
+
+
+def card(answers, show):
+    """A question with its answers."""
+    figures = ""
+    for sample in answers:
+        when = f"step {sample['step']}" if sample["step"] else "before"
+        figures += f"<figure><figcaption>{when}</figcaption>{shown(sample, show)}<pre>{marked(sample)}</pre>"
+        total = as_sum(sample["pieces"]) or "0"
+        figures += f'<p class="soft"><b>{sample["reward"]:.4g}</b> = {escape(total)}</p></figure>'
+    truth, prompt = json.dumps(answers[0]["truth"], ensure_ascii=False), escape(answers[0]["prompt"].strip())
     return (
         f'<article class="card"><pre>{prompt}</pre><details{" open" * (len(truth) < 100)}><summary>truth</summary>'
         f"<pre>{escape(truth)}</pre></details><div>{figures}</div></article>"
     )
 
 
-def shown(run, sample):
+def shown(sample, show):
     """What the run's task shows next to an answer, as HTML."""
     question = Question(**{name: sample[name] for name in Question._fields if name in sample})
-    try:
-        text = str(run.show(question, sample["completion"]))
-    except Exception as error:  # whatever the task's own code raises
-        fail(f"show of the task {run.settings.get('TASK')} failed for {sample['completion']!r:.60}: "
-             f"{type(error).__name__} {error}.")  # fmt: skip
-    text = text if text.startswith("<") else f"<pre>{escape(text)}</pre>"
-    return f'<div class="shown">{text}</div>' if text != "<pre></pre>" else ""
+    text = str(show(question, sample["completion"]))
+    text = text if text.startswith("<") or not text else f"<pre>{escape(text)}</pre>"
+    return f'<div class="shown">{text}</div>' if text else ""
 
 
-def judged(sample):
-    """{(start, end): {piece: value}}: what is paid by the pieces whose first span is this part of the answer."""
-    parts = {}
-    for name, value, *places in sample["pieces"]:
-        if places:
-            parts.setdefault(tuple(places[0]), {})[name] = value
-    return parts
-
-
-def marked(sample, most):
-    """The answer, each part coloured by its share of `most`, the most that any answer earned for such a part."""
-    text, parts, page = sample["completion"], judged(sample), ""
-    cuts = sorted({0, len(text), *(min(len(text), cut) for place in parts for cut in place)})
+def marked(sample):
+    """The answer, each part coloured by whether the pieces that judge it have earned anything."""
+    text, page = sample["completion"], ""
+    judging = [(name, value, *spans[0]) for name, value, *spans in sample["pieces"] if spans]
+    cuts = sorted({0, len(text), *(cut for *_, start, end in judging for cut in (start, end))})
     for start, end in zip(cuts, cuts[1:]):
         part = escape(text[start:end])
-        places = [place for place in parts if place[0] <= start and end <= place[1]]
-        if places:
-            pieces = parts[min(places, key=lambda place: place[1] - place[0])]  # the innermost says most about it
-            share = sum(pieces.values()) / (most[sample["kind"], next(iter(pieces))] or 1)
-            told = escape("\n".join(f"{name} {value:.3f}" for place in places for name, value in parts[place].items()))
-            part = f'<mark style="--share:{max(0, min(1, share)):.0%}" title="{told}">{part}</mark>'
+        pieces = [(name, value) for name, value, first, last in judging if first <= start and end <= last]
+        if pieces:
+            css = "earned" if sum(value for _, value in pieces) > 0 else "missed"
+            told = escape("\n".join(f"{name} {value:.3f}" for name, value in pieces))
+            part = f'<mark class="{css}" title="{told}">{part}</mark>'
         page += part
     return page
 
 
 def write(*folders):
-    """Writes the page of one run, or of several, into the first one's folder; returns its path."""
+    """Writes the page of one run, or of several, into the first one's folder; returns its path. Answers are on the page
+    of a single run alone."""
     paths = [Path(folder).resolve() for folder in folders]
-    shared = os.path.commonpath([path.parent for path in paths])
-    runs = [read_run(folder, os.path.relpath(path, shared)) for folder, path in zip(folders, paths)]
-    names = dict.fromkeys(name for run in runs for name in run.curves)
-    kinds = dict.fromkeys(name.split("/")[0] for name in names if "/" in name)
+    names = map(str, folders) if len(paths) > 1 else [paths[0].name]
+    runs = [read_run(path, name) for path, name in zip(paths, names)]
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
     titles = [legend([run]) for run in named] or [""]
-    called = names_in(runs)
-    of_kinds = {kind: plots(runs, skill_panels(names, kind, called)) for kind in kinds}
-    skill = "".join(f"<h3>{escape(kind)}</h3>{panels}" for kind, panels in of_kinds.items())
-    panels = training_panels(names, kinds)
+
+    def each(part):
+        return "".join(title + part(run) for title, run in zip(titles, runs))
+
     page = Template(Path(__file__).with_suffix(".html").read_text()).substitute(  # in one pass: inserted text stays
-        title=escape(" and ".join(run.name for run in runs)), head="".join(map(head, runs, titles)), skill=skill,
-        table=skill_table(runs), states="".join(map(states, runs, titles)), samples=cards(runs),
-        settings=settings(runs),
-        plots=plots(runs, panels if len(runs) == 1 else one_by_one(panels)), runs=legend(named),
-        legend=escape(" ".join({run.show.__doc__ or "": 0 for run in runs})),
+        title=escape(" and ".join(run.name for run in runs)), head=each(head), runs=legend(named),
+        skill=skill_plots(runs), table=each(skill_table), states=each(states), plots=training_plots(runs),
+        samples="" if named else cards(runs[0]), settings=settings(runs),
     )  # fmt: skip
     others = "-".join(path.name for path in paths[1:])[:200]
     path = paths[0] / (f"report-with-{others}.html" if others else "report.html")
-    part = path.with_name(f".{path.name}")
-    part.write_text(page, errors="replace")  # a completion may hold half a surrogate pair
-    os.replace(part, path)
+    write_whole(path, page.encode(errors="replace").decode())  # a completion may hold half a surrogate pair
     return path

@@ -47,29 +47,8 @@ def test_arguments_come_before_the_environment_before_the_tasks_defaults(program
         settings.finish()
 
 
-def test_paths_are_absolute_where_a_user_stands_elsewhere(program, tmp_path, monkeypatch):
-    """Tools, which start in the project's folder, read them again in settings.json."""
-
-    def paths(task="examples/letters.py", model="gpt2", *words):
-        program(*words)
-        given = {"TASK": task, "MODEL": model, "DATA": "mine.pgn", "OUT_DIR": "out"}
-        return [setting(name, default, "a path") for name, default in given.items()]
-
-    assert paths() == ["examples/letters.py", "gpt2", "mine.pgn", "out"]
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine.pgn", "mine.py", "start"):
-        (tmp_path / name).touch()
-    assert paths("mine.py", "start")[0] == "mine.py"  # a default is the project's own file
-    assert paths("rewards.py", "start", "TASK=mine.py") == [
-        f"{tmp_path}/{name}" for name in ("mine.py", "start", "mine.pgn", "out")
-    ]
-    # where nothing is, a task lies in the project's folder, and a model on the hub
-    assert paths() == ["examples/letters.py", "gpt2", f"{tmp_path}/mine.pgn", f"{tmp_path}/out"]
-
-
-def test_a_file_has_one_spelling(program, tmp_path, monkeypatch):
-    """So that a run is resumed with the same task and model, however they are spelt."""
-    (tmp_path / "start").mkdir()
+def test_a_file_has_one_spelling_that_is_right_in_the_projects_folder(program, tmp_path, monkeypatch):
+    """A run is resumed with the same task and model, however they are spelt, and tools read them in that folder."""
 
     def spellings(name, *texts):
         setting(name, "default", "a path")  # otherwise program() would refuse the argument
@@ -79,11 +58,15 @@ def test_a_file_has_one_spelling(program, tmp_path, monkeypatch):
     tasks = "examples/letters.py", "./examples/letters.py", "examples/../examples/letters.py", letters
     assert spellings("TASK", *tasks) == {"examples/letters.py"}
     assert spellings("MODEL", "weights/tiny", "./weights/tiny/", tiny, f"{tiny}/") == {"weights/tiny"}
+    assert spellings("OUT_DIR", "new") == {"new"}
     monkeypatch.chdir(tmp_path)
-    assert spellings("TASK", *tasks) == {"examples/letters.py"}
-    assert spellings("MODEL", "start", "start/", "./start", tmp_path / "start") == {f"{tmp_path}/start"}
-    assert spellings("MODEL", tiny, f"{tiny}/") == {str(tiny)}
-    assert spellings("MODEL", "a/hub-id") == {"a/hub-id"} and spellings("TASK", "./nowhere.py") == {"./nowhere.py"}
+    for name in ("start", "mine.pgn", "mine.py"):
+        (tmp_path / name).touch()
+    assert spellings("TASK", *tasks) == {"examples/letters.py"}  # not here, so it is in the project's folder
+    assert spellings("TASK", "mine.py") == {f"{tmp_path}/mine.py"}
+    assert spellings("MODEL", "start", "./start", tmp_path / "start") == {f"{tmp_path}/start"}
+    assert spellings("MODEL", tiny, f"{tiny}/") == {str(tiny)} and spellings("MODEL", "a/hub-id") == {"a/hub-id"}
+    assert spellings("DATA", "mine.pgn") == {f"{tmp_path}/mine.pgn"} and spellings("OUT_DIR", "o") == {f"{tmp_path}/o"}
     with pytest.raises(SystemExit, match="^error: OUT_DIR= names no folder; leave it out, or name one.$"):
         spellings("OUT_DIR", "")
 
