@@ -50,7 +50,7 @@ from nanorook.task import (
     shuffled,
     start_folder,
 )
-from nanorook.verdict import in_lines, verdict
+from nanorook.verdict import card, in_lines, verdict
 from rollout import distinct_rows, microbatches, sample
 
 # A task's DEFAULTS, and those for the size of the model in nanorook/sizes.py, replace the defaults below. --help shows
@@ -100,7 +100,7 @@ heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
 EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
-REPORT_TO               = setting("REPORT_TO", "none", "also send the run to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
+REPORT_TO               = setting("REPORT_TO", "none", "also send metrics and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 
 heading("The machine")
@@ -578,8 +578,8 @@ def plan_memory(model, questions):
 
 
 def finish(run, model, optimizers, eval_questions, stop_signals):
-    """The last evaluation, the trained model, the verdict and the report. A run that a signal has stopped is not
-    evaluated again. A red verdict fails the program, so that a script notices; a report that fails does not."""
+    """The last evaluation, the trained model with its card, the verdict and the report. A run that a signal has stopped
+    is not evaluated again. A red verdict fails the program, so that a script notices; a report that fails does not."""
     is_lead = parallel.rank() == 0
     stopped = bool(stop_signals) and run.step < STEPS
     if not stopped:
@@ -592,6 +592,7 @@ def finish(run, model, optimizers, eval_questions, stop_signals):
         if LORA_RANK:
             lora.save(model, run.out / "adapters")
         outcome = verdict(run.out)
+        write(run.out / "model" / "README.md", card(run.out, outcome))
         print("\n" + in_lines(outcome), flush=True)
         try:
             print(report.write(run.out.resolve()), flush=True)

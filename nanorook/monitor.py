@@ -38,6 +38,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
         reward, best, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
         ended = bool(past) and past[0].get(f"{kind}/hit_limit", 1) < 0.2  # at the run's first step
+        older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
+        falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
             ("yellow", best - reward < 1e-6 and reward < 0.8,
              f"every {kind} answer gets the reward {reward:.4g}: if the task's grade caps it, remove the cap"),
@@ -48,6 +50,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
             ("red", best <= 0, f"no {kind} answer gets a reward: ask easier questions, or give partial credit"),
             ("yellow", alike > 0.5 and reward < 0.8,
              f"in most {kind} groups all answers get the same reward: raise TEMPERATURE or GROUP_SIZE"),
+            ("yellow", structure < 0.8, f"many {kind} answers are malformed: wait, as form is usually learnt first"),
+            ("yellow", falls, f"the {kind} reward is falling: lower LR or raise KL_COEF"),
         ]  # fmt: skip
     found = [{"state": state, "advice": advice} for state, wrong, advice in rules if wrong]
     return min(found, key=lambda rule: rule["state"], default={"state": "green", "advice": ""})  # red before yellow
@@ -224,10 +228,13 @@ def introduction(model, source, task, items, held_out, microbatch):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         ends += f"\nLoRA of rank {model.lora.rank}: {trained / 1e6:.1f}M of them are trained, the others are frozen"
     again = ", blocks recomputed in the backward pass" * model.recompute
+    steps, warmup = values()["STEPS"], values()["WARMUP_STEPS"]
+    early = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {items} items to train on, {held_out} held out\n"
         f"{model.wte.weight.device} in {dtype}, {parallel.in_words()}, microbatches of {microbatch} tokens{again}"
+        f"{early * (steps < warmup)}"
     )
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import time
+import traceback
 from io import BytesIO
 from pathlib import Path
 from zipfile import ZipFile
@@ -23,7 +24,6 @@ import torch
 from nanorook import lora, parallel, settings
 from nanorook.settings import fail
 from nanorook.task import raised_by
-from nanorook.verdict import objects
 
 STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 # What a run makes in OUT_DIR
@@ -34,6 +34,8 @@ MARK = b'{"program": "nanorook"'  # how run.json begins, which a run writes firs
 
 
 class Run:
+    cleared = False  # whether FRESH=1 has deleted the run before
+
     def __init__(self, out):
         self.out = Path(out)
         self.step = 0  # steps made so far
@@ -61,9 +63,11 @@ class Run:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"OUT_DIR={self.out} is in use by another run; wait for it to end, or name another folder.")
-        file = self.out / "run.json"
-        found = [path for path in self.found() if path.name != ".run.json"]  # of a run that was killed as it wrote it
-        if found and not (file.is_file() and file.read_bytes().startswith(MARK)):
+        found = self.found()
+        whole, part = self.out / "run.json", self.out / ".run.json"
+        a_run = whole.is_file() and whole.read_bytes().startswith(MARK)
+        only_begun = found == [part] and MARK.startswith(part.read_bytes()[: len(MARK)])  # it was killed as it wrote it
+        if found and not a_run and not only_begun:
             fail(f"OUT_DIR={self.out} contains {found[0].name}, but no run.json that this program has written; name "
                  "another folder.")  # fmt: skip
 
@@ -89,6 +93,7 @@ class Run:
         return sorted(path for path in self.out.iterdir() if any(map(path.match, MADE)))
 
     def clear(self):
+        Run.cleared = True
         for path in sorted(self.found(), key=lambda path: path.name == "run.json"):  # last: see acquire_lock()
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -122,6 +127,12 @@ class Run:
         parallel.log(f"{self.out} contains {self.step} steps of this run, which is resumed. FRESH=1 starts over.")
         if "after" in self.skill and self.step < steps:
             self.skill[f"step {self.step}"] = self.skill.pop("after")
+            old = saved["settings"]
+            fell = ["LR"] if old["LR_SCHEDULE"] != "constant" and old["STEPS"] > old["WARMUP_STEPS"] else []
+            fell += ["BEST_OF"] if old["BEST_OF_SCHEDULE"] != "constant" and old["BEST_OF"] > 1 else []
+            for name in fell:
+                parallel.log(f"{name}_SCHEDULE ended at step {self.step}, where the run was planned to end. "
+                             f"It now follows a run of {steps} steps, so {name} goes up again here.")  # fmt: skip
         return saved["model"], saved["optimizer"]
 
     def snapshot(self, model, optimizers):
@@ -172,28 +183,31 @@ class Run:
 
 def finished(out):
     """Whether the run in this folder has made all its steps. A run that was stopped also leaves a `model`."""
-    (about,) = objects(Path(out), "run")
-    return "finished" in about
+    file = Path(out, "run.json")
+    return file.exists() and "finished" in json.loads(file.read_text())
 
 
 def processes_of(out):
     """The number of processes of the run in this folder, 0 if there is none."""
-    (about,) = objects(Path(out), "run")
-    return about.get("processes", 0)
+    try:
+        number = json.loads(Path(out, "run.json").read_text())["processes"]
+    except (OSError, ValueError, LookupError, TypeError):  # also where the file is another program's
+        return 0
+    return number if isinstance(number, int) else 0
 
 
 def continuation(out, fresh):
-    """How a run that was interrupted goes on, as the end of a sentence."""
-    newest = max(Path(out).glob(STEP), default=None)
+    """What the same command does after a run was interrupted, as the end of a sentence."""
+    newest = None if fresh and not Run.cleared else max(Path(out).glob(STEP), default=None)
     command = "the same command" + " without FRESH=1" * fresh
     return f"{command} resumes from {newest}." if newest else "the same command starts again."
 
 
 def explain(error, task, continuation):
-    """Ends a run with a message about an error that nothing else has handled; a bug, and what the task itself raises,
-    keeps its traceback."""
+    """Ends a run with a message about an error that nothing else has handled; a bug keeps its traceback."""
     if raised_by(task, error):
-        raise error
+        traceback.print_exception(error)
+        fail(f"this error came from the task, {task.__file__}; {continuation}")
     if isinstance(error, OSError):
         fail(f"a file could not be read or written ({error}); {continuation}")
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
@@ -206,8 +220,11 @@ def explain(error, task, continuation):
 
 
 def restore(model, optimizers, weights, moments):
+    if len(moments) != len(optimizers):
+        fail(f"this run was started with {len(moments)} optimizer(s), but make_optimizers returns {len(optimizers)}; "
+             "start over with FRESH=1.")  # fmt: skip
     lora.load_trained_state(model, weights)
-    for optimizer, state in zip(optimizers, moments, strict=True):
+    for optimizer, state in zip(optimizers, moments):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

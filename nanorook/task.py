@@ -6,7 +6,10 @@ ends with a clear message. docs/tasks.md leads from an idea to a table of result
 
 import copy
 import importlib.util
+import inspect
+import json
 import math
+import pickle
 import random
 import re
 import sys
@@ -105,12 +108,27 @@ def load_task(file) -> Task:
     for name in ("DEFAULTS", "LIMITS", "start_model", "load", "make_questions", "grade"):
         if not hasattr(module, name):
             fail(f"TASK={file} has no {name}; nanorook/task.py says what a task file provides.")
+        if name in ("DEFAULTS", "LIMITS"):
+            if not isinstance(getattr(module, name), dict):
+                fail(f"TASK={file}: {name} has to be a dict, as nanorook/task.py says.")
+            continue
+        parameters = [*inspect.signature(getattr(Task, name)).parameters][1:]  # without self
+        try:
+            inspect.signature(getattr(module, name)).bind(*parameters)
+        except TypeError as error:
+            fail(f"TASK={file}: {name} has to be a function of ({', '.join(parameters)}): {error}.")
     for kind, limit in module.LIMITS.items():
-        if not re.fullmatch(r"\w+", kind) or limit < 1:
+        if type(kind) is not str or not re.fullmatch(r"\w+", kind) or type(limit) is not int or limit < 1:
             fail(f"TASK={file}: LIMITS has {kind!r}: {limit!r}; a kind must be one word, its limit at least 1 token.")
-    for kind in getattr(module, "KL_WEIGHTS", {}):
-        if kind not in module.LIMITS:
-            fail(f"TASK={file}: KL_WEIGHTS has {kind!r}, which is no kind of question in LIMITS.")
+    names = names_of(module)
+    if not isinstance(names, dict) or not all(isinstance(text, str) for pair in names.items() for text in pair):
+        fail(f"TASK={file}: NAMES={names!r} has to be a dict of texts, as nanorook/task.py says.")
+    weights = getattr(module, "KL_WEIGHTS", {})
+    if not isinstance(weights, dict) or not all(
+        kind in module.LIMITS and isinstance(weight, int | float) and 0 <= weight < math.inf
+        for kind, weight in weights.items()
+    ):
+        fail(f"TASK={file}: KL_WEIGHTS={weights!r} has to be a dict that gives kinds of LIMITS weights from 0 up.")
     return module
 
 
@@ -137,7 +155,7 @@ def names_of(task):
 
 def start_folder(task):
     source = task.start_model()
-    if not source:
+    if not source or not isinstance(source, str | Path):
         fail(f"the task's start_model returned {source!r}; it has to return the folder of a model.")
     return str(source)
 
@@ -166,12 +184,20 @@ def draw_questions(task, items, count, rng, config):
 
 
 def checked_questions(task, items, count, rng, config):
-    """As draw_questions, with checks that would slow down later steps: items are unchanged, and all processes ask the
-    same."""
-    before = repr(items)
+    """As draw_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON, and
+    all processes ask the same."""
+    try:
+        before = pickle.dumps(items)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        fail(f"the task's items have to be data that pickle can copy ({error}).")
     questions = draw_questions(task, items, count, rng, config)
-    if repr(items) != before:
+    if pickle.dumps(items) != before:
         fail("the task's make_questions changes its items, so a resumed run would ask different ones: modify a copy.")
+    for question in questions:
+        try:
+            json.dumps(question.truth)
+        except (TypeError, ValueError) as error:
+            fail(f"the truth of {prompt_text(question.prompt)!r:.60} has to be serialisable as JSON ({error}).")
     if len(set(parallel.gather([str([question.prompt for question in questions])]))) > 1:
         fail("the task's make_questions asked different questions in another process; do not let it draw from a set.")
     return questions
@@ -179,10 +205,19 @@ def checked_questions(task, items, count, rng, config):
 
 def check_questions(task, questions):
     for question in questions:
-        if not isinstance(question, Question) or not question.prompt:
-            fail(f"the task returned {question!r:.80}: expected a Question whose prompt is not empty.")
-        if question.kind not in task.LIMITS:
-            fail(f"the task's LIMITS have no entry for questions of the kind {question.kind!r}.")
+        kind, prompt, _, stop, stop_after = question if isinstance(question, Question) else (None,) * 5
+        pieces = prompt if isinstance(prompt, tuple) else (prompt,)
+        texts = all(isinstance(text, str) for text in (kind, *pieces, stop))
+        if not (texts and any(pieces) and isinstance(stop_after, int)):
+            fail(f"the task returned {question!r:.80}: expected a Question whose kind and stop are strings, stop_after "
+                 "a whole number, and prompt a string or a tuple of strings that is not empty.")  # fmt: skip
+        try:
+            "".join([kind, *pieces, stop]).encode()
+        except UnicodeEncodeError:
+            fail(f"the task returned {question!r:.80}: it contains half of a character (a lone surrogate), which is "
+                 "not valid text; remove it.")  # fmt: skip
+        if kind not in task.LIMITS:
+            fail(f"the task's LIMITS have no entry for questions of the kind {kind!r}.")
     return questions
 
 
@@ -221,19 +256,24 @@ def raised_by(task, error):
 
 def wrong_grade(grade, text):
     """The rule that a grade breaks, as a sentence; empty if it breaks none."""
-    if not isinstance(grade, Grade):
+    if not (isinstance(grade, Grade) and isinstance(grade.pieces, (tuple, list)) and isinstance(grade.metrics, dict)):
         return f"it returned {grade!r:.80}, not a Grade of pieces and metrics."
-    names = [name for name, *_ in grade.pieces]
-    for name, value, *spans in grade.pieces:
-        if not math.isfinite(value) or names.count(name) > 1:
-            return f"the piece {name!r} is {value!r}; it has to be a finite number under a name of its own."
-        for start, end in spans:
-            if not 0 <= start <= end <= len(text):
-                return f"the piece {name!r} judges {(start, end)}, which is not within the text."
+    names = set()
+    for piece in grade.pieces:
+        match piece:
+            case (str(name), int() | float() as value, *spans) if math.isfinite(value) and name not in names:
+                names.add(name)
+            case _:
+                return f"the piece {piece!r} has to be (a unique name, a finite number, (start, end), ...)."
+        for span in spans:
+            match span:
+                case (int(start), int(end)) if 0 <= start <= end <= len(text):
+                    continue
+            return f"the piece {name!r} judges {span!r}, which is not a (start, end) within the text."
     for name, value in grade.metrics.items():
-        if " " in name or "/" in name or name in TAKEN:
+        if type(name) is not str or not name or " " in name or "/" in name or name in TAKEN:
             return f"the metric {name!r} needs a name of one word without /, other than {', '.join(TAKEN)}."
-        if not math.isfinite(value):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
             return f"the metric {name!r} is {value!r}; it has to be a finite number."
     return ""
 

@@ -159,10 +159,28 @@ def test_an_evaluation_that_was_not_recorded_leaves_no_samples(recorded, kept, t
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == kept
 
 
-def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path):
+def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_run, capsys):
+    toy_run(STEPS=1)
+    toy_run(STEPS=2)
+    assert "STEPS was 1 and is now 2" in (said := capsys.readouterr().out)
+    assert "LR_SCHEDULE ended at step 1, where the run was planned to end. It now follows a run of 2 steps" in said
+    assert "BEST_OF_SCHEDULE" not in said
+    for steps in (2, 4):
+        toy_run("best", STEPS=steps, BEST_OF=3, BEST_OF_SCHEDULE="linear", LR_SCHEDULE="constant")
+    assert "BEST_OF_SCHEDULE ended at step 2" in (said := capsys.readouterr().out) and "LR_SCHEDULE ended" not in said
+    toy_run("rising", STEPS=2, WARMUP_STEPS=9)
+    assert "The learning rate rises for 9 steps, so a run of 2 ends before it reaches LR" in capsys.readouterr().out
+    toy_run("rising", STEPS=3, WARMUP_STEPS=9)
+    assert "SCHEDULE ended" not in capsys.readouterr().out
+
+
+def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "cleared", False)
     assert continuation(tmp_path, True) == "the same command starts again."
     save(tmp_path, 7)
     assert continuation(tmp_path, False) == f"the same command resumes from {tmp_path}/step-000007."
+    assert continuation(tmp_path, True) == "the same command starts again."  # FRESH=1 has not deleted the run yet
+    monkeypatch.setattr(Run, "cleared", True)
     assert continuation(tmp_path, True).startswith("the same command without FRESH=1 resumes from")
 
 

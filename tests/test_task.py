@@ -1,6 +1,8 @@
 import inspect
 import math
+import pickle
 import random
+import re
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +14,10 @@ from nanorook.task import Grade
 from rollout import Answer
 
 HONEST = toy.make_questions
+
+
+def with_pieces(*pieces, **metrics):
+    return lambda *args: Grade(pieces, metrics)
 
 
 def asking(**changes):
@@ -26,43 +32,73 @@ def asking_less(question, text, hit_limit):
     return Grade((("all", len(question.truth)),), {"left": float(bool(question.truth.pop()))})
 
 
-WRONG = {  # what the toy task has instead, and what is said
-    "returned 3 questions, but 4 were requested": dict(make_questions=lambda *args: HONEST(*args)[:3]),
-    "returned no list of questions, but 4": dict(make_questions=lambda *args: (q for q in HONEST(*args))),
-    "returned '1.': expected a Question": dict(make_questions=lambda items, n, *rest: ["1?"] * n),
-    "expected a Question whose prompt is not empty": dict(make_questions=asking(prompt="")),
-    "no entry for questions of the kind 'shrot'": dict(make_questions=asking(kind="shrot")),
-    "24 tokens leaves no room .* 24 positions": dict(make_questions=asking(prompt="." * 24)),
-    "changes its items, so a resumed": dict(make_questions=marking, load=lambda *args: ([[]] * 9, [[]] * 9)),
-    "has 9 items to train on and 0 held out": dict(load=lambda *args: (list(range(9)), [])),
-    r"load returned \[0, 1, .*; it has to return two lists": dict(load=lambda *args: list(range(99))),
-    "changes the truth of its question": dict(grade=asking_less, make_questions=asking(truth=[1] * 99)),
-    "it returned .0.5, .... not a Grade": dict(grade=lambda *args: (0.5, ())),
-    "start_model returned None": dict(start_model=lambda: None),
+WRONG = {  # what of the toy task is replaced, by what, and what is said
+    "too few": ("make_questions", lambda *args: HONEST(*args)[:3], "returned 3 questions, but 4 were requested"),
+    "no Question": ("make_questions", lambda items, n, *rest: ["1?"] * n, "returned '1.': expected a Question"),
+    "empty prompt": ("make_questions", asking(prompt=""), "expected a Question whose kind and stop"),
+    "no stop": ("make_questions", asking(stop=None), "expected a Question whose kind and stop are"),
+    "no whole stop_after": ("make_questions", asking(stop_after=None), "stop_after a whole number"),
+    "kind": ("make_questions", asking(kind="shrot"), "LIMITS have no entry for questions of the kind 'shrot'"),
+    "truth": ("make_questions", asking(truth={1}), "truth of .* has to be serialisable as JSON .*set"),
+    "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on and 0 held out"),
+    "long prompt": ("make_questions", asking(prompt="." * 24), "24 tokens leaves no room .* 24 positions"),
+    "another Grade": ("grade", lambda *args: (0.5, ()), "it returned .0.5, .... not a Grade"),
+    "no number": ("grade", with_pieces(("all", "1")), "piece .'all', '1'. has to be"),
+    "not finite": ("grade", with_pieces(("all", math.nan)), "piece .'all', nan. has to be"),
+    "same names": ("grade", with_pieces(("a", 1), ("a", 2)), "piece .'a', 2. has to be .a unique name"),
+    "span a number": ("grade", with_pieces(("all", 1, 3)), "judges 3, which is not a .start, end. within the text"),
+    "span outside": ("grade", with_pieces(("all", 1, (0, 99))), "judges .0, 99., which is not a"),
+    "metric not finite": ("grade", with_pieces(right=math.nan), "metric 'right' is nan; it has to be a finite"),
+    "metric's name": (
+        "grade",
+        with_pieces(**{"two words": 1.0}),
+        "metric 'two words' needs a name of one word without",
+    ),
+    "metric reward": ("grade", with_pieces(reward=1.0), "'reward' needs .* other than reward, reward_max, frac_zero"),
+    "metric of logs": (
+        "grade",
+        with_pieces(**{"earned/a": 1.0}),
+        "metric 'earned/a' needs a name of one word with",
+    ),
+    "metric a number": ("grade", lambda *args: Grade((), {3: 1.0}), "metric 3 needs a name of one word"),
+    "generator": ("make_questions", lambda *args: (q for q in HONEST(*args)), "returned no list of questions, but 4"),
+    "no questions": ("make_questions", lambda *args: None, "returned no list of questions, but 4 were requested"),
+    "kind a list": (
+        "make_questions",
+        asking(kind=["short"]),
+        "expected a Question whose kind and stop are",
+    ),
+    "changes items": ("make_questions", marking, "make_questions changes its items, so a resumed"),
+    "changes truth": ("grade", asking_less, "grade changes the truth of its question"),
+    "load generator": (
+        "load",
+        lambda *args: (x for x in ([1], [2])),
+        "load returned <generator .*; it has to return two",
+    ),
+    "load one list": ("load", lambda *args: list(range(99)), r"load returned \[0, 1, .*; it has to return two lists"),
+    "load nothing": (
+        "load",
+        lambda *args: None,
+        "load returned None; it has to return two lists",
+    ),
+    "load a set": ("load", lambda *args: {(1,), (2,)}, "load returned {.*; it has to return two lists"),
+    "load sets": ("load", lambda *args: ({1}, {2}), r"load returned .\{1\}, \{2\}.; it has to return two lists"),
+    "items no data": ("load", lambda *args: ([lambda: 0] * 9, [0] * 9), "items have to be data that pickle can copy"),
+    "no start": ("start_model", lambda: None, "start_model returned None; it has to return the folder of a model"),
 }
 
 
-@pytest.mark.parametrize("sentence", WRONG)
-def test_a_mistake_is_one_sentence(sentence, toy_run, monkeypatch):
-    for name, value in WRONG[sentence].items():
-        monkeypatch.setattr(toy, name, value)
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_mistake_is_one_sentence(mistake, toy_run, monkeypatch):
+    name, value, sentence = WRONG[mistake]
+    monkeypatch.setattr(toy, name, value)
+    if mistake == "changes items":
+        monkeypatch.setattr(toy, "load", lambda *args: ([[]] * 9, [[]] * 9))
+    if mistake == "changes truth":
+        monkeypatch.setattr(toy, "make_questions", asking(truth=[1] * 99))
     with pytest.raises(SystemExit, match=sentence) as end:
-        toy_run(**{"MODEL": ""} if "start_model" in sentence else {})
+        toy_run(**{"MODEL": ""} if mistake == "no start" else {})
     assert "\n" not in str(end.value)
-
-
-def test_a_grade_is_checked():
-    assert not task.wrong_grade(Grade((("a", 1), ("b", 0.5, (0, 2), (2, 2))), {"right": 1}), "ab")
-    for pieces, metrics, sentence in [
-        ([("all", math.nan)], {}, "the piece 'all' is nan"),
-        ([("a", 1), ("a", 2)], {}, "under a name of its own"),
-        ([("all", 1, (0, 3))], {}, "judges (0, 3), which is not within the text"),
-        ([], {"right": math.nan}, "the metric 'right' is nan"),
-        ([], {"two words": 1.0}, "the metric 'two words' needs a name of one word"),
-        ([], {"earned/a": 1.0}, "the metric 'earned/a' needs a name of one word"),
-        ([], {"reward": 1.0}, "other than reward"),
-    ]:
-        assert sentence in task.wrong_grade(Grade(tuple(pieces), metrics), "ab")
 
 
 def test_whether_its_limit_cut_an_answer_off_reaches_its_grade():
@@ -72,8 +108,16 @@ def test_whether_its_limit_cut_an_answer_off_reaches_its_grade():
 
 
 BAD_FILES = {  # what is said, and how the task's source is changed
+    "has no DEFAULTS; nanorook/task.py says what": ("DEFAULTS = {}", ""),
     "has no grade; nanorook/task.py says what": ("def grade", "def grades"),
-    "KL_WEIGHTS has 'other', which is no kind of question": ("LIMITS = {", 'KL_WEIGHTS = {"other": 1}\nLIMITS = {'),
+    "DEFAULTS has to be a dict": ("DEFAULTS = {}", "DEFAULTS = [1]"),
+    "LIMITS has to be a dict": ('LIMITS = {"short": 4, "long": 7}', 'LIMITS = ["short"]'),
+    "LIMITS has 3: 4; a kind must be one word": ('"short": 4', "3: 4"),
+    "grade has to be a function of .question, text, hit_limit.: too many": ("text, hit_limit=False", "text"),
+    "load has to be a function of .source, config.: 3 is not a callable": ("def grade", "load = 3\n\n\ndef grade"),
+    "KL_WEIGHTS=.'other': 1. has to be a dict": ("LIMITS = {", 'KL_WEIGHTS = {"other": 1}\nLIMITS = {'),
+    "KL_WEIGHTS=.'short': -1. has to be a dict": ("LIMITS = {", 'KL_WEIGHTS = {"short": -1}\nLIMITS = {'),
+    "KL_WEIGHTS=0.5 has to be a dict": ("LIMITS = {", "KL_WEIGHTS = 0.5\nLIMITS = {"),
     "LIMITS has 'two words': 4; a kind must be one word, its limit at least 1 token": ('"short": 4', '"two words": 4'),
     "LIMITS has 'short': 0; a kind must be one word": ('"short": 4', '"short": 0'),
 }
@@ -96,10 +140,13 @@ def test_a_file_may_have_any_name_and_its_defaults_count(tmp_path, monkeypatch):
         file.write_text(inspect.getsource(toy).replace("DEFAULTS = {}", 'DEFAULTS = {"LR": 3.0}'))
         loaded = task.load_task(file)
         assert loaded.__file__ == str(file) and loaded.LIMITS == toy.LIMITS and task.load_task(file) is loaded
+        pickle.dumps(loaded.load)  # by the name of its module
     settings.take_defaults(loaded.DEFAULTS)
     assert settings.setting("LR", 1.0, "") == 3.0
-    with pytest.raises(SystemExit, match="no such Python file"):
-        task.load_task(tmp_path / "nothing.py")
+    (tmp_path / "task.txt").touch()
+    for name, sentence in (("nothing.py", "no such Python file"), ("task.txt", "no such Python file")):
+        with pytest.raises(SystemExit, match=re.escape(sentence)):
+            task.load_task(tmp_path / name)
     monkeypatch.chdir(tmp_path)  # which has a rewards.py: the project's own files are found nevertheless
     assert task.load_task("rewards.py") is sys.modules["rewards"]
 
@@ -117,7 +164,7 @@ def test_every_grade_is_checked_not_only_the_first(toy_run, monkeypatch):
         return honest(*args)._replace(pieces=(("all", math.nan if len(calls) > 8 + 16 + 3 else 0.5),))
 
     monkeypatch.setattr(toy, "grade", grade)  # an evaluation has 8 answers, a step 16: of the second step
-    with pytest.raises(SystemExit, match="the piece 'all' is nan"):
+    with pytest.raises(SystemExit, match="the piece .'all', nan. has to be"):
         toy_run(STEPS=3)
 
 
@@ -137,16 +184,17 @@ def test_a_task_that_draws_from_the_global_random_module_resumes_to_the_same(toy
         monkeypatch.setattr(toy, name, function)
     monkeypatch.setattr(toy, "grade", lambda *args: grade(*args)._replace(pieces=(("all", random.random()),)))
     settings = dict(LR_SCHEDULE="constant", EVAL_EVERY=0, EVAL_POSITIONS=1)
-    toy_run("whole", **settings)
+    toy_run("whole", STEPS=3, **settings)
     random.seed(7)
     toy_run(STEPS=1, **settings)
     random.seed(8)
-    toy_run(**settings)
+    toy_run(STEPS=3, **settings)
     assert toy.left_by(tmp_path / "out")[0] == toy.left_by(tmp_path / "whole")[0]
 
 
-def test_an_error_of_a_file_in_the_tasks_own_code_keeps_its_traceback(tmp_path, toy_model):
+def test_an_error_of_a_file_in_the_tasks_own_code_is_told_as_the_tasks(tmp_path, toy_model, capsys):
     source = inspect.getsource(toy).replace("    some = rng", "    open('/nowhere')\n    some = rng")
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        toy.main(tmp_path / "out", MODEL=toy_model, TASK=tmp_path / "mine.py")
+    said = toy.main(tmp_path / "out", MODEL=toy_model, TASK=tmp_path / "mine.py")
+    assert said == f"error: this error came from the task, {tmp_path}/mine.py; the same command starts again."
+    assert f'File "{tmp_path}/mine.py", line' in capsys.readouterr().err
