@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import nn
 
@@ -173,10 +172,7 @@ def read_config(folder):
 
 def load(model, lora, folder):
     """Adds the adapters of a folder to their frozen model; a matrix that they leave out stays as it is."""
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except Exception as error:  # of safetensors, or of the disk
-        fail(f"{folder / WEIGHTS}: damaged or not a file of weights: {type(error).__name__} {error}")
+    weights = files.load_weights(folder / WEIGHTS)
     weights = files.check_weights(folder, {name.removeprefix(PREFIX): p.float() for name, p in weights.items()})
     weights = model.from_file(weights)
     add_empty(model, lora)

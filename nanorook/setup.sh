@@ -16,21 +16,16 @@ if [ -z "${PYTHON:-}" ]; then
         size=
         [ "$file" != requirements.txt ] || size=": about 200 MB and one to five minutes (with CUDA's libraries 3 GB)"
         echo "Installing $file into .venv, once$size." >&2
-        if command -v uv >/dev/null; then
-            [ -x "$PYTHON" ] || uv venv --seed --quiet --python ">=3.11" .venv
-            uv pip install --python "$PYTHON" --requirement "$file"
-        else
-            recent='import sys; sys.exit(sys.version_info < (3, 11))'
-            if ! "$PYTHON" -c "import pip; $recent" >/dev/null 2>&1; then
-                if ! python3 -c "$recent"; then
-                    echo "error: Python 3.11 or later is needed; install it as python3, or make .venv with it (python3.12 -m venv .venv)." >&2
-                    exit 1
-                fi
-                python3 -m venv --clear .venv
+        recent='import sys; sys.exit(sys.version_info < (3, 11))'
+        if ! "$PYTHON" -c "import pip; $recent" >/dev/null 2>&1; then
+            if ! python3 -c "$recent"; then
+                echo "error: Python 3.11 or later is needed; install it as python3, or make .venv with it (python3.12 -m venv .venv)." >&2
+                exit 1
             fi
-            bar=$([ -t 2 ] || echo --progress-bar off) # a log gets one line for each package
-            "$PYTHON" -m pip install $bar --disable-pip-version-check --requirement "$file"
+            python3 -m venv --clear .venv
         fi
+        bar=$([ -t 2 ] || echo --progress-bar off) # a log gets one line for each package
+        "$PYTHON" -m pip install $bar --disable-pip-version-check --requirement "$file"
         cp "$file" ".venv/$file" # last, so that an installation cut short is begun again
     done
     popd >/dev/null

@@ -98,8 +98,8 @@ class Tokenizer:
 
     @classmethod
     def of_tokens(cls, tokens, words):
-        """The tokens are bytes, in the order in which they are merged; the last id ends a text. `words`: a text is split
-        into words before, as in GPT-2, so that no token spans two of them (Radford et al., 2019)."""
+        """`tokens` are bytes, in the order in which they are merged; one more ends a text. `words`: a text is first
+        split into words, as in GPT-2, so that no token spans two of them (Radford et al., 2019)."""
         return cls(tokenizer_files({token: i for i, token in enumerate(tokens)}, words))
 
     @classmethod

@@ -43,11 +43,11 @@ def test_an_environment_whose_python_is_gone_is_made_again(tmp_path):
     shutil.copy(ROOT / "requirements.txt", tmp_path / ".venv")
     (tmp_path / ".venv/bin/python").symlink_to("/gone/python3")
     (tmp_path / "bin").mkdir()
-    program(tmp_path / "bin/uv", "echo uv $@; exit 3")
+    program(tmp_path / "bin/python3", '[ "$1" = -c ] || { echo python3 "$@"; exit 3; }')  # -c asks for its version
     done = subprocess.run(
         ["./train.sh"], cwd=tmp_path, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, capture_output=True, text=True
     )
-    assert done.stdout.startswith("uv venv") and not (tmp_path / ".venv").exists() and done.returncode
+    assert done.stdout.startswith("python3 -m venv") and not (tmp_path / ".venv").exists() and done.returncode
 
 
 def test_ctrl_c_and_a_reader_that_has_gone_end_a_program_without_a_traceback():
