@@ -84,7 +84,7 @@ def bpe_folder(chess_lines, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """GPT-2's own tokenizer files, made from its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
+    """GPT-2's own tokenizer files, made from its merges (OpenAI, 2019, MIT License), which the hub would provide."""
     folder, merges = tmp_path_factory.mktemp("gpt2"), gzip.open(toy.ROOT / "tests/gpt2/merges.txt.gz").read()
     merged = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
     tokens = [*byte_names().values(), *merged, END]
