@@ -42,21 +42,26 @@ def fetch(source, wanted=WANTED):
 def read_weights(folder):
     """All tensors by name, from model.safetensors or the files that an index names, as in transformers. Other files in
     the folder may belong to another model."""
-    index, files, weights = folder / "model.safetensors.index.json", ["model.safetensors"], {}
-    try:
-        if index.exists() and not (folder / files[0]).exists():
-            files = sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
-    except Exception as error:  # damage may show anywhere
-        fail(f"{index}: damaged, or not an index of weights: {type(error).__name__} {error}")
-    for file in (folder / name for name in files):
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
+    if index.exists() and not (folder / names[0]).exists():
         try:
-            weights |= load_file(file)
-        except FileNotFoundError:
-            fail(f"{folder}: there is no {file.name}; convert other formats with transformers' from_pretrained and "
-                 "save_pretrained.")  # fmt: skip
-        except Exception as error:  # of safetensors, or of the disk
-            fail(f"{file}: damaged or not a file of weights: {type(error).__name__} {error}")
+            names = sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
+        except Exception as error:  # damage may show anywhere
+            fail(f"{index}: damaged, or not an index of weights: {type(error).__name__} {error}")
+    weights = {}
+    for name in names:
+        weights |= load_weights(folder / name)
     return weights
+
+
+def load_weights(file):
+    if not file.exists():
+        fail(f"{file.parent}: there is no {file.name}; convert other formats with transformers' from_pretrained and "
+             "save_pretrained.")  # fmt: skip
+    try:
+        return load_file(file)
+    except Exception as error:  # of safetensors, or of the disk
+        fail(f"{file}: damaged or not a file of weights: {type(error).__name__} {error}")
 
 
 def check_weights(folder, weights):

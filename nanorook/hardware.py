@@ -71,39 +71,38 @@ def fastest_dtype(device):
 # moments, and one copy each for products and for sampling; what LoRA freezes is kept once for all.
 
 
-def a_block(model):
-    """The first block; for a model without weights, one with arbitrary numbers on the CPU."""
+def try_a_block(model, tokens):
+    """(the bytes that the first block keeps for the backward pass of this many tokens and for its weights, the keys and
+    values that it makes). Attention adds only its inputs. A model without weights gets arbitrary numbers on the CPU."""
     block = model.h[0]
-    return copy.deepcopy(block).to_empty(device="cpu") if model.wte.weight.is_meta else block
-
-
-def kept_by_a_block(model, tokens):
-    """The bytes that a block keeps for this many tokens and for its weights; attention adds only its inputs."""
-    block = a_block(model)
+    if model.wte.weight.is_meta:
+        block = copy.deepcopy(block).to_empty(device="cpu")
     device = next(block.parameters()).device
-    sizes, x = {}, torch.zeros(1, tokens, model.config.n_embd, device=device, requires_grad=True)
+    x = torch.zeros(1, tokens, model.config.n_embd, device=device, requires_grad=True)
+    kept, keys_and_values = {}, []
 
     def keep(x):
         x = x.detach()  # a graph that holds its own output would never be freed, nor would the weights
         storage = x.untyped_storage()
-        sizes[storage.data_ptr()] = x, storage.nbytes()
+        kept[storage.data_ptr()] = x, storage.nbytes()
         return x
 
     def attend(layer, *qkv):
         copies = [x.clone(memory_format=torch.contiguous_format) for x in qkv]
         for x in copies:
             keep(x)
+        keys_and_values.extend(copies[1:])
         return copies[0]
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         block(x, 0, attend)
-    return sum(size for _, size in sizes.values())
+    return sum(size for _, size in kept.values()), sum(x.numel() for x in keys_and_values)
 
 
 def bytes_of_a_token(model, keys):
     """What the blocks keep of a token that attends to `keys` others."""
     c, width = model.config, model.dtype.itemsize
-    more, fewer = kept_by_a_block(model, 96), kept_by_a_block(model, 32)
+    (more, _), (fewer, _) = try_a_block(model, 96), try_a_block(model, 32)
     block = (more - fewer) / 64 + width * c.n_head * keys
     return block + 4 * c.n_layer * c.n_embd if model.recompute else c.n_layer * block  # one, and the inputs of all
 
@@ -127,17 +126,9 @@ def bytes_in_training(model, tokens, keys):
 
 def bytes_in_sampling(model, rows, keys):
     """What sampling takes beside the loaded model and AdamW's moments: the cache, and the logits of one token."""
-    sizes = []
-
-    def attend(layer, q, k, v):
-        sizes.append(k.numel() + v.numel())
-        return q
-
-    block, c = a_block(model), model.config
-    with torch.no_grad():
-        block(torch.zeros(1, 1, c.n_embd, device=next(block.parameters()).device), 0, attend)
-    cache = rows * keys * c.n_layer * sizes[0] * model.dtype.itemsize
-    return 12 * count_trained(model) + cache + 4 * 4 * rows * c.vocab_size
+    _, of_a_token = try_a_block(model, 1)
+    cache = rows * keys * model.config.n_layer * of_a_token * model.dtype.itemsize
+    return 12 * count_trained(model) + cache + 4 * 4 * rows * model.config.vocab_size
 
 
 def bytes_loaded(model, has_reference):

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import nn
 
@@ -158,12 +157,11 @@ def read_config(folder):
     if not file.exists() or (folder / "config.json").exists():
         return None
     content = files.read_json(file)
-    supported = {"peft_type": ("LORA",), "bias": ("none",), "fan_in_fan_out": (False, True)}
+    supported = {"peft_type": ("LORA",), "bias": ("none",)}
     supported |= dict.fromkeys(("use_dora", "use_rslora", "lora_bias"), (False,))
+    absent = None, {}, []
+    supported |= dict.fromkeys(("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication"), absent)
     files.check_supported(file, content, supported)
-    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication"):
-        if content.get(name):
-            fail(f"{file}: {name} is not supported; merge these adapters with PEFT's merge_and_unload.")
     files.check_numbers(file, content, {"r": (int, 1, 2**16), "lora_alpha": (float, 0, 1e6)})
     base = content.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
@@ -173,10 +171,7 @@ def read_config(folder):
 
 def load(model, lora, folder):
     """Adds the adapters of a folder to their frozen model; a matrix that they leave out stays as it is."""
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except Exception as error:  # of safetensors, or of the disk
-        fail(f"{folder / WEIGHTS}: damaged or not a file of weights: {type(error).__name__} {error}")
+    weights = files.load_weights(folder / WEIGHTS)
     weights = files.check_weights(folder, {name.removeprefix(PREFIX): p.float() for name, p in weights.items()})
     weights = model.from_file(weights)
     add_empty(model, lora)

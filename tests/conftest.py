@@ -49,25 +49,13 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def hf_model():
-    """A small GPT-2 made by transformers, with weights large enough that its predictions differ from place to place."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds to import, and few tests need it
-
-    torch.manual_seed(0)
     sizes = dict(vocab_size=300, n_positions=128, n_embd=48, n_layer=3, n_head=4, layer_norm_epsilon=1e-3)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4).add_(torch.randn_like(p), alpha=0.02)  # biases and layer norms count too
-    return model
+    return toy.hf_model("gpt2", **sizes, bos_token_id=256, eos_token_id=256)
 
 
 @pytest.fixture(scope="session")
 def hf_folder(hf_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    hf_model.save_pretrained(folder)
-    for name, content in Tokenizer.of_bytes().files.items():
-        (folder / name).write_bytes(content)
-    return folder
+    return toy.save_hf(hf_model, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture
@@ -96,7 +84,7 @@ def bpe_folder(chess_lines, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """GPT-2's own tokenizer files, made from its merges (OpenAI, 2019, MIT License), which tiktoken would download."""
+    """GPT-2's own tokenizer files, made from its merges (OpenAI, 2019, MIT License), which the hub would provide."""
     folder, merges = tmp_path_factory.mktemp("gpt2"), gzip.open(toy.ROOT / "tests/gpt2/merges.txt.gz").read()
     merged = [line.replace(" ", "") for line in merges.decode().splitlines()[1:]]
     tokens = [*byte_names().values(), *merged, END]

@@ -109,27 +109,15 @@ def test_what_going_back_restores_is_kept_in_the_hosts_memory(gpu, tmp_path):
     assert {state["exp_avg"].device.type for state in optimizers[0].state.values()} == {"cuda"}
 
 
-def test_a_run_on_the_cpu_leaves_the_gpu_alone(gpu, toy_run, tmp_path):
-    toy_run(DEVICE="cpu", STEPS=1)
-    assert "GPU" not in json.loads((tmp_path / "out/run.json").read_text())["machine"]
-    toy_run("other", DEVICE="auto", STEPS=1)
-    assert "GPU" in json.loads((tmp_path / "other/run.json").read_text())["machine"]
-
-
 def test_the_bounds_of_the_first_step_are_those_of_the_precision():
-    """A fifth of the answers of each kind have to be well-formed."""
+    """A fifth of the answers of each kind have to be well-formed. GPT-2's kernels on two devices in bf16 gave a KL
+    of 4e-5."""
     good = {"q/logprob_gap": 0.0, "q/structure": 0.2, "q/hit_limit": 0.0}
     assert not monitor.check_answers(good, toy.LIMITS) and not monitor.check_agreement(good, torch.float32)
     assert "well-formed" in monitor.check_answers(good | {"q/structure": 0.19}, toy.LIMITS)
-    assert not monitor.check_agreement(good | {"q/logprob_gap": 2e-3}, torch.bfloat16)
-    assert "disagree" in monitor.check_agreement(good | {"q/logprob_gap": 2e-3}, torch.float32)
-
-
-def test_the_bound_of_the_first_kl_is_that_of_the_precision():
-    """Seen with GPT-2's kernels on two devices in bf16: 4e-5."""
-    metrics = {"q/logprob_gap": 0.0, "q/kl": 4e-5}
-    assert monitor.check_agreement(metrics, torch.bfloat16) == ""
-    assert "not the start model" in monitor.check_agreement(metrics, torch.float32)
+    for wrong, said in ({"q/logprob_gap": 2e-3}, "disagree"), ({"q/kl": 4e-5}, "not the start model"):
+        assert not monitor.check_agreement(good | wrong, torch.bfloat16)
+        assert said in monitor.check_agreement(good | wrong, torch.float32)
 
 
 @pytest.mark.parametrize("name, expected", [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")])
@@ -149,11 +137,11 @@ def test_a_process_works_on_the_gpu_that_is_asked_for_or_its_own(gpu, monkeypatc
     assert str(parallel.start(torch.device("cuda"), 4)) == "cuda:1" and torch.cuda.current_device() == 1
 
 
-@pytest.mark.parametrize("name", ["mps", "meta", "gpu", "cuda:x", "cuda:", "cuda:2"])
-def test_a_device_that_cannot_train_is_refused(gpu, monkeypatch, name):
+def test_a_device_that_cannot_train_is_refused(gpu, monkeypatch):
     assert [str(hardware.choose_device(good)) for good in ("auto", "cuda:1", "cpu")] == ["cuda", "cuda:1", "cpu"]
-    with pytest.raises(SystemExit, match=f"^error: .*{name}.*; use auto"):
-        hardware.choose_device(name)
+    for name in "mps", "cuda:x", "cuda:2":
+        with pytest.raises(SystemExit, match=f"^error: .*{name}.*; use auto"):
+            hardware.choose_device(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert str(hardware.choose_device()) == "cpu"
     with pytest.raises(SystemExit, match="no device cuda to train on; use auto or cpu"):
@@ -204,8 +192,11 @@ KEEPING |= {"qwen": QWEN | dict(num_key_value_heads=1, vocab_size=500)}
 KEEPING |= {"qwen3": LLAMA | dict(model_type="qwen3", head_dim=128)}
 
 
+SOME = [("embedded", 0), ("llama", 0), ("qwen", 0), ("qwen3", 0), ("other", 8), ("llama", 8)]  # and the rank of LoRA
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name, rank", [*((name, 0) for name in KEEPING), ("other", 8), ("llama", 8), ("qwen", 4)])
+@pytest.mark.parametrize("name, rank", SOME)
 def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, rank, dtype, toy_settings):
     """And its logits. Counted are all tensors kept for the backward pass but the weights."""
     model = bench.random_model(KEEPING[name]).set_compute_dtype(dtype)
@@ -232,14 +223,13 @@ def test_a_token_keeps_the_bytes_that_microbatches_are_chosen_by(name, rank, dty
 
     (one, fewer, _), (two, more, _) = count(1), count(2)
     expected = hardware.bytes_of_a_token(model, 50) + dtype.itemsize * model.config.vocab_size
-    print(name, rank, dtype, (two - one) / (more - fewer) / expected)
     assert 0.9 < (two - one) / (more - fewer) / expected < 1.08
 
 
 def test_counting_what_is_kept_keeps_no_weights():
     model = bench.random_model(LLAMA)
     weight = weakref.ref(next(model.h[0].parameters()))
-    assert hardware.kept_by_a_block(model, 8) > 0
+    assert hardware.try_a_block(model, 8)[0] > 0
     del model
     gc.collect()
     assert weight() is None

