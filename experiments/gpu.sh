@@ -42,4 +42,4 @@ bench="W2 W4 W8 W9" steps="STEPS=300"
 part bench "$PYTHON" -m tools.bench $bench --json "$out/bench.json"
 part bench-plain env TORCHDYNAMO_DISABLE=1 "$PYTHON" -m tools.bench $bench --json "$out/bench-plain.json"
 [ -z "${QWEN:-}" ] || train gsm8k TASK=examples/gsm8k.py MODEL="$QWEN" $steps
-[ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml.py MODEL="$CODER" $steps
+[ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml_problems.py MODEL="$CODER" $steps
