@@ -28,6 +28,8 @@ WEIGHTS = {"parse": 0.1, "type": 0.1, "tests": 0.4, "all": 0.4}
 HEAD = "let f a b ="  # what the answer continues
 TESTS = ((5, 3), (2, 7), (-4, 1), (6, -2), (4, 4), (-3, -8))
 CALLS = tuple(f"f ({a}) ({b})" for a, b in TESTS)
+# As the verifier sees each question; grade() adds what the tests expect.
+PROBLEM = Problem("", "", "", HEAD, "f", "int -> int -> int", CALLS, expected=(), shown=())
 FIRST = {  # the words of a question, what they mean, the right OCaml, and what a careless writer writes as often
     "the larger of {} and {}": (max, "max {} {}", "min {} {}"),
     "the smaller of {} and {}": (min, "min {} {}", "{} < {}"),
@@ -82,8 +84,7 @@ def write(item, choose):
 
 def grade(question, text, hit_limit=False):
     """Partial credit: what does not parse has no type, and what does not have the right type is not run."""
-    expected = tuple(map(str, question.truth))
-    verdict = judge(Problem("", "", "", HEAD, "f", "int -> int -> int", CALLS, expected, ()), text)
+    verdict = judge(PROBLEM._replace(expected=tuple(map(str, question.truth))), text)
     pieces = [("parse", WEIGHTS["parse"] * verdict.parses), ("type", WEIGHTS["type"] * verdict.typed)]
     pieces += [(f"tests {i}", WEIGHTS["tests"] / len(TESTS) * ok) for i, ok in enumerate(verdict.passed)]
     pieces += [("all", WEIGHTS["all"] * verdict.right)]

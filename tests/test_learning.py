@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import toy
-import train
 from examples import letters
 from model import GPT
 from rollout import sample
-from tools import signal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,16 +47,6 @@ def test_the_start_model_knows_the_form_and_not_the_alphabet(start):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_loop_learns(run, seed):
     assert share(run(SEED=seed), max) > 0.9
-
-
-def test_most_of_a_step_is_signal(start, monkeypatch):
-    """tools.signal says so, of the reward that is paid, and not of one that is the same for all answers."""
-    toy.set_all(monkeypatch, toy.SETTINGS | letters.DEFAULTS, letters)
-    questions = letters.make_questions(letters.load("", start.config)[0], 32, random.Random(0), start.config)
-    found = signal.gradients(start, None, list(signal.ask(start, questions, 1.0)))
-    share, half = signal.signal(found["as set"])
-    assert 0 < share - half and signal.noise_scale(share + half) < train.BATCH_POSITIONS
-    assert "no signal seen" in signal.describe(found["structure alone"])
 
 
 @pytest.mark.slow
