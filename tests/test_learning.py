@@ -1,6 +1,5 @@
 """The loop learns, and what it learns is what the reward pays for (invariants 11 and 12), on examples/letters.py."""
 
-import functools
 import random
 import types
 
@@ -15,9 +14,8 @@ from rollout import sample
 
 @pytest.fixture(scope="module", autouse=True)
 def start(tmp_path_factory):
-    """The start model, made afresh, as the one in runs/ may be of another day, and in a third of the steps."""
+    """The start model, made afresh: the one in runs/ may be of another day."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(letters, "make_start_model", functools.partial(letters.make_start_model, steps=200))
         patch.setattr(letters, "START", tmp_path_factory.mktemp("letters") / "start")
         yield GPT.load(letters.start_model())
 

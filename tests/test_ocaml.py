@@ -342,7 +342,7 @@ def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(seed, 
 # The wall
 
 PROBES = {  # what a program tries, and what it gets: a value, or ! for an exception
-    'close_out (open_out "/tmp/nanorook-was-here"); 7': "!",
+    'close_out (open_out "CANARY, too"); 7': "!",
     'close_out (open_out "/judge.cmo"); 7': "!",
     'Unix.mkdir "/x" 0o777; 7': "!",
     'close_in (open_in "/etc/passwd"); 7': "!",
@@ -367,7 +367,7 @@ def test_what_a_program_tries_behind_the_wall(squares, canary):
     answer = f"let f = function\n{cases}| _ -> 0"
     stages = ocaml_toplevel.run("answer", "", "let f (n : int) : int =", "f", "int -> int", answer, *calls)
     assert dict(zip(PROBES, stages[2:-1], strict=True)) == PROBES and stages[-1] == "end"
-    assert a_right_answer_is_right(squares) and not Path("/tmp/nanorook-was-here").exists()
+    assert a_right_answer_is_right(squares)
 
 
 def processes(pid):
