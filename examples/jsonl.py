@@ -2,16 +2,16 @@
 
     TASK=examples/jsonl.py DATA=questions.jsonl ./train.sh
 
-Each line of the file is {"question": "What is 47 + 38?", "answer": 85}; QUESTION and ANSWER name other keys. One
-question in five is held out, by a hash of its text, so it stays held out when the file grows. The function `reward`
-below says what an answer is worth: replace it by your own. docs/tasks.md begins with this file.
+Each line of the file is {"question": "What is 47 + 38?", "answer": 85}; QUESTION and ANSWER name other keys. In a file
+.csv they name columns. One question in five is held out, by a hash of its text, so it stays held out when the file
+grows. The function `reward` below says what an answer is worth: replace it by your own. docs/tasks.md begins with this
+file.
 """
 
-import json
 import re
-from pathlib import Path
 
 from examples.chat import is_held_out, prompt
+from examples.rows import read_rows
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
@@ -56,26 +56,15 @@ def load(source, config):
 
 def read(file):
     items = []
-    try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")  # a text may contain other ends of lines
-    except (OSError, ValueError) as error:
-        fail(f"DATA={file} cannot be read: {error}")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-            question, answer = item[QUESTION], item[ANSWER]
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            fail(f"{file}, line {number}: expected JSON with the keys {QUESTION} and {ANSWER}, "
-                 f"{type(error).__name__}: {error}.")  # fmt: skip
+    for number, row in enumerate(read_rows(file), 1):
+        question, answer = row.get(QUESTION), row.get(ANSWER)
         if not isinstance(question, str) or not isinstance(answer, str | int | float) or not str(answer).strip():
-            fail(f"{file}, line {number}: the question has to be a text, and the answer a text or a number.")
+            fail(f"{file}, row {number}: {QUESTION} has to be a text, and {ANSWER} a text or a number.")
         answer = str(answer).strip()
         try:
             reward("", answer)
         except re.error as error:
-            fail(f"{file}, line {number}: the answer is not a regular expression: {error}.")
+            fail(f"{file}, row {number}: the answer is not a regular expression: {error}.")
         items.append((question, answer))
     return items
 

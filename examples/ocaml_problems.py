@@ -11,15 +11,13 @@ with the signature and `=`, tests (`let () = assert (...); ...`), and perhaps a 
 signature does not say all types. Rows with held_out=true are evaluated on; if no row says so, one problem in ten.
 """
 
-import csv
-import gzip
-import json
 import re
 import zlib
 from pathlib import Path
 
 from examples.chat import chat, chat_template
 from examples.ocaml_toplevel import Problem, judge, paid, prepare
+from examples.rows import read_rows
 from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
 from nanorook import parallel
 from nanorook.settings import ROOT, fail, setting
@@ -46,7 +44,7 @@ def load(source, config):
     """(training items, held-out items), each a Problem."""
     file = PROBLEMS if source == "builtin" else Path(source)
     found, left_out = {}, []
-    for number, row in enumerate(read(file), 1):
+    for number, row in enumerate(read_rows(file), 1):
         name = str(row.get("id") or f"row {number}")
         text, tests = row.get("problem") or row.get("prompt"), row.get("tests")
         if isinstance(text, str) and isinstance(tests, str):
@@ -54,35 +52,20 @@ def load(source, config):
         else:
             problem = "it has no problem or no tests"
         if isinstance(problem, Problem):
-            found[problem] = str(row.get("held_out")).lower() == "true"
+            found[problem] = row
         else:
             left_out.append(f"{name}: {problem}")
     if left_out:
         parallel.log(f"{file}: {len(left_out)} of {number} problems are left out; the first one is {left_out[0]}.")
-    if len(found) < 2:
+    held_out = [problem for problem, row in found.items() if str(row.get("held_out")).lower() == "true"]
+    if not held_out:
+        by_text = sorted(found, key=lambda problem: zlib.crc32(problem.text.encode()))
+        held_out = by_text[: max(1, len(found) // 10)]
+    items = [problem for problem in found if problem not in held_out]
+    if not items:
         fail(f"DATA={file} has {len(found)} problems that can be used; at least one to train on and one held out are "
              "needed.")  # fmt: skip
-    if not any(found.values()):
-        by_text = sorted(found, key=lambda problem: zlib.crc32(problem.text.encode()))
-        for problem in by_text[: max(1, len(found) // 10)]:
-            found[problem] = True
-    return [p for p, held_out in found.items() if not held_out], [p for p, held_out in found.items() if held_out]
-
-
-def read(file):
-    """The rows of a file of problems."""
-    open_it = gzip.open if file.suffix == ".gz" else open
-    form = Path(file.stem if file.suffix == ".gz" else file).suffix
-    if form not in (".csv", ".jsonl"):
-        fail(f"DATA={file} has to be a file of problems, .csv or .jsonl, perhaps with .gz.")
-    try:
-        with open_it(file, "rt", encoding="utf-8", newline="") as lines:
-            rows = [*csv.DictReader(lines)] if form == ".csv" else [json.loads(line) for line in lines if line.strip()]
-    except (OSError, EOFError, zlib.error, csv.Error, ValueError, RecursionError) as error:
-        fail(f"DATA={file} cannot be read: {error}")
-    if not all(isinstance(row, dict) for row in rows):
-        fail(f"DATA={file}: each line has to be a JSON object with a problem and tests.")
-    return rows
+    return items, held_out
 
 
 def make_questions(items, count, rng, config):

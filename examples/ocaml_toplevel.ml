@@ -365,7 +365,9 @@ let () =
     let _ = Bytes.get, Seq.map, Float.abs, Queue.add, Stack.push, Fun.id, Result.map, Int.max, Bool.not, Lazy.force|});
   ignore (value_of (expression "[ Some 1.5, \"a\" ]"));
   Toploop.toplevel_env := clean;
-  (* A page that a fork changes is copied first, and a garbage collection changes most; see ocaml_verifier.ml. *)
+  (* A page that a fork changes is copied first, and a garbage collection changes most of them. It would begin when half
+     of the minor heap is full, but a program of ordinary length takes less. A fork also copies the table of all pages,
+     so the major heap is made as small as possible. *)
   Gc.(set { (get ()) with minor_heap_size = 1_000_000; space_overhead = 1 });
   Gc.compact ();
   Gc.(set { (get ()) with space_overhead = 1000 });

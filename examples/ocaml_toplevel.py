@@ -8,9 +8,8 @@ process: it still has to know each value, and the only way to know one is to com
 - An answer may use the whole language. It becomes the body of a functor whose result is the function with the type that
   the problem names. So it is parsed and typed before any of it runs, and a left side sees nothing of it but that
   function: the names that it redefines and the types that it declares again stay inside.
-- Each answer has a process of its own, forked from a prepared one behind the outer wall of ocaml_verifier.py: it
-  reaches no network, no file but OCaml's own, and no other process, and its time, memory and output are bounded.
-  Without that wall nothing is run at all.
+- Each answer has a process of its own, forked from a prepared one behind the wall of ocaml_wall.py: it reaches no
+  network, no file but OCaml's own, and no other process, and its time, memory and output are bounded.
 - What an answer prints goes straight to this process. No other process of OCaml has it in its memory, so no later
   answer can read there what an earlier one has computed.
 """
@@ -22,11 +21,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from examples.ocaml_verifier import WAITS, end, no_wall, start
+from examples.ocaml_wall import start
 from nanorook.settings import fail
 
 SOURCE = Path(__file__).with_suffix(".ml")
-MOST = 2**20  # bytes that are read from the process of a request
+MOST = 2**20  # bytes of what the process of a request writes; the rest is thrown away
 
 
 class Problem(NamedTuple):
@@ -99,32 +98,27 @@ def ask(*parts):
     """(what the process of a request wrote, whether it ended by itself); None where the process that forks has died."""
     process, reading, writing = toplevel()
     parts = [part.encode(errors="replace") for part in (str(writing), *parts)]
-    written, status, waits = b"", b"", 0
+    written, status = b"", b""
     try:
         process.stdin.write(";".join(str(len(part)) for part in parts).encode() + b"\n" + b"".join(parts))
         process.stdin.flush()
-        while waits < WAITS and len(written) < MOST:
-            ready = select.select([reading, process.stdout], [], [], 0.1)[0]
+        while not status:
+            ready = select.select([reading, process.stdout], [], [])[0]
             if reading in ready:
-                written += os.read(reading, 2**16)
-            elif ready:
-                status = process.stdout.readline()
-                break
+                written += os.read(reading, 2**16)[: MOST - len(written)]
             else:
-                waits += 1
-        while status and select.select([reading], [], [], 0)[0]:  # what came after the last look and before the end
-            written += os.read(reading, 2**16)
+                status = process.stdout.readline()
+                if not status:
+                    raise BrokenPipeError
+        while select.select([reading], [], [], 0)[0]:  # what came after the last look and before the end
+            written += os.read(reading, 2**16)[: MOST - len(written)]
+        return written, status == b"ended\n"
     except BrokenPipeError:
         stop()
         return None
     except BaseException:
         stop()  # else what was not read would be taken for the answer to the next request
         raise
-    if status:
-        return written, status == b"ended\n"
-    stop()
-    late = waits == WAITS or len(written) >= MOST
-    return (written, False) if late else None
 
 
 def frames_of(written):
@@ -144,22 +138,16 @@ def frames_of(written):
 @cache
 def toplevel():
     """The process of OCaml that forks for each request, and both ends of a pipe from there to here."""
-    why = no_wall()
-    if why:
-        fail(f"this task runs untrusted programs, and the outer wall around them cannot be built ({why}): install "
-             "bubblewrap, on a machine that lets users create namespaces.")  # fmt: skip
     reading, writing = os.pipe()
-    process = start(SOURCE, walled=True, kept=[writing])
-    if process.stdout.readline() != b"ready\n":
-        fail("OCaml does not start, perhaps for lack of memory: free some, and check that `ocaml -version` works.")
-    return process, reading, writing
+    return start(SOURCE, writing), reading, writing
 
 
 def stop():
     """Ends the process and all that it started; the next request gets a new one."""
     if toplevel.cache_info().currsize:
         process, *pipe = toplevel()
-        end(process)
+        process.kill()
+        process.communicate()
         for file in pipe:
             os.close(file)
         toplevel.cache_clear()

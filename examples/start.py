@@ -54,14 +54,14 @@ def smollm2():
     return str(SMOLLM2)
 
 
-def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, heads=4, positions=128, lr=4e-3, seed=0):
+def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, positions=128):
     """The path of a model folder, which is made unless it is there already, from the same examples, sizes and model.py.
 
     write(rng) gives one example, a pair (prompt, answer). `positions` bounds the two together, in bytes, and has to
     leave room for the longest answer that the task's LIMITS allow.
     """
-    folder, sizes = Path(folder), (steps, batch, width, layers, heads, positions, lr, seed)
-    few, model_file = random.Random(seed), Path(inspect.getfile(GPT)).read_text()
+    folder, sizes = Path(folder), (steps, batch, width, layers, positions)
+    few, model_file = random.Random(0), Path(inspect.getfile(GPT)).read_text()
     made_from = hashlib.sha256(repr((sizes, [write(few) for _ in range(64)], model_file)).encode()).hexdigest()
     record = folder / "made_from"
     if record.exists() and record.read_text() == made_from:
@@ -70,15 +70,15 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, hea
         fail(f"{folder} has no file made_from, so it may be something else; delete it to make the start model there.")
     shutil.rmtree(folder, ignore_errors=True)  # of other examples, sizes or another model.py
     print(f"making the start model, {folder}: {steps} steps of {batch} texts", flush=True)
-    torch.manual_seed(seed)
-    rng, tokenizer = random.Random(seed), Tokenizer.of_bytes()
-    size = dict(n_positions=positions, n_embd=width, n_layer=layers, n_head=heads)
+    torch.manual_seed(0)
+    rng, tokenizer = random.Random(0), Tokenizer.of_bytes()
+    size = dict(n_positions=positions, n_embd=width, n_layer=layers, n_head=4)
     model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos, **size))
     model.tokenizer = tokenizer
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(50 / width**0.5 if p.ndim == 2 else 1)  # from GPT-2's 0.02, for wide models, to 1/√width
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
     for step in range(1, steps + 1):
         texts = [[tokenizer.encode(text) for text in write(rng)] for _ in range(batch)]

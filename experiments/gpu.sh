@@ -41,4 +41,4 @@ part tests "$PYTHON" -m pytest -q tests/test_cuda.py
 part bench "$PYTHON" -m tools.bench $bench
 part bench-plain env TORCHDYNAMO_DISABLE=1 "$PYTHON" -m tools.bench $bench
 [ -z "${QWEN:-}" ] || train gsm8k TASK=examples/gsm8k.py MODEL="$QWEN"
-[ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml.py MODEL="$CODER"
+[ -z "${CODER:-}" ] || train ocaml TASK=examples/ocaml_problems.py MODEL="$CODER"

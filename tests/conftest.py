@@ -11,8 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tenso
 
 import shutil
 import signal
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +24,7 @@ import rewards
 import toy
 import train
 from examples import mates, start  # noqa: F401  mates withdraws settings of rewards.py, before another task has them
+from examples.ocaml_wall import NOBODY
 from model import GPT, GPTConfig
 from nanorook.tokenizer import END, Tokenizer, byte_names
 from rook import positions, stockfish
@@ -37,9 +40,17 @@ def pytest_collection_finish():
     gc.freeze()  # the libraries stay anyway, and toy.run would look through all they hold each time
 
 
+@functools.cache
+def walls_can_be_built(bwrap):
+    """Whether bubblewrap is installed and the kernel lets the user who will run it make namespaces."""
+    command = [*NOBODY * (os.geteuid() == 0), bwrap, "--unshare-all", "--ro-bind", "/", "/", "true"]
+    return shutil.which(bwrap) and subprocess.run(command, capture_output=True).returncode == 0
+
+
 def pytest_runtest_setup(item):
     for program, *how in (mark.args for mark in item.iter_markers("needs")):
-        if not (stockfish.find() if program == "stockfish" else shutil.which(program) or find_spec(program)):
+        find = {"stockfish": lambda _: stockfish.find(), "bwrap": walls_can_be_built}.get(program, shutil.which)
+        if not (find(program) or find_spec(program)):
             package = {"bwrap": "bubblewrap"}.get(program, program)  # others are named like the programs
             reason = f"needs {program}: {how[0] if how else f'apt install {package}'}"
             if os.environ.get("NANOROOK_NO_SKIP") == "1":
@@ -109,6 +120,12 @@ def smollm2(tmp_path_factory):
     assert load.cache_info().hits == 1
     hf = AutoModelForCausalLM.from_pretrained(folder)
     return hf, AutoTokenizer.from_pretrained(source, gguf_file=name), folder, package
+
+
+@pytest.fixture(scope="session")
+def chats():
+    """What a task's questions are made for: the config of a model with SmolLM2's tokenizer and chat template."""
+    return SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/smollm2"))
 
 
 @pytest.fixture

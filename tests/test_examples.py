@@ -46,7 +46,7 @@ def test_a_piece_judges_its_step():
 def test_an_answer_without_an_end_and_any_nonsense_are_graded():
     assert sums.grade(QUESTION, next(iter(ANSWERS)), hit_limit=True).reward == 0.7
     rng = random.Random(0)
-    for _ in range(2000):
+    for _ in range(500):
         text = "".join(rng.choices("0123456789+-=,# ٣é", k=rng.randrange(36)))
         grade = sums.grade(QUESTION, text)
         assert not wrong_grade(grade, text) and 0 <= grade.reward <= 1
@@ -76,7 +76,7 @@ def test_a_start_model_writes_what_it_was_shown_and_is_made_once(tmp_path):
     weights, before = Path(folder) / "model.safetensors", model.state_dict()
     made = weights.stat().st_mtime_ns
     assert start.make_start_model(folder, write, **changes) == folder and weights.stat().st_mtime_ns == made
-    start.make_start_model(folder, write, **(changes | {"seed": 1}))  # made of something else
+    start.make_start_model(folder, write, **(changes | {"steps": 5}))  # made of something else
     assert not torch.equal(GPT.load(folder).wte.weight, before["wte.weight"])
     toy.model().save(tmp_path / "own")
     with pytest.raises(SystemExit, match="own has no file made_from, so it may be something else"):
@@ -134,8 +134,3 @@ def test_the_embedded_model_answers_with_a_move_and_the_space_that_ends_it(sides
     answers = [answer for rollout in rollouts for answer in rollout.answers]
     assert all(answer.text.endswith(" ") and len(answer.text) in (5, 6) and not answer.hit_limit for answer in answers)
     assert sum(answer.grade.metrics["legal"] for answer in task.grade_answers(mates, answers)) > 8
-
-
-def test_a_start_model_of_a_few_steps(tmp_path):
-    folder = start.make_start_model(tmp_path / "start", lambda rng: ("a", "b"), steps=5, batch=2, positions=8)
-    assert GPT.load(folder).config.n_positions == 8

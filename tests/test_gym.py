@@ -1,15 +1,12 @@
 """examples/gym.py: which scorers of reasoning-gym are refused, and how the others are used."""
 
-import ast
-import builtins
-import inspect
 import json
 import random
 import re
-import textwrap
-import types
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -17,148 +14,28 @@ import toy
 from examples import gym
 from examples.chat import is_held_out
 from nanorook.task import Question, prompt_text, wrong_grade
-from nanorook.tokenizer import Tokenizer
 
 needs_gym = pytest.mark.needs("reasoning_gym", "pip install reasoning-gym==0.1.25")
 EASY = 'chain_sum {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 
 
-@pytest.fixture(scope="module")
-def chats():
-    return SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/smollm2"))
-
-
-# What a scorer may do with an answer. Functions, by module and name:
-SAFE = {f"builtins.{name}" for name in """abs all any bool chr dict enumerate float int isinstance len list map max min
-    next object ord print range set sorted str sum tuple zip""".split()}  # fmt: skip
-SAFE |= {"copy.deepcopy", "datetime.date", "decimal.Decimal", "json.dumps", "json.loads", "math.exp", "math.prod"}
-SAFE |= {"numpy.absolute", "numpy.allclose", "numpy.array", "numpy.float32", "numpy.loadtxt", "numpy.round"}
-SAFE |= {"random.Random", "re.findall", "re.match", "re.search", "re.split"}
-# Methods of texts, lists, dicts, sets, decimals, dates and matches; the last line has those of sokoban's board.
-SAFE |= {f".{name}" for name in """__new__ __repr__ add adjusted append capitalize endswith format get group groups
-    index intersection is_zero items join keys lower pop quantize randint remove replace rstrip split splitlines
-    startswith strip title update upper values weekday
-    _Game _is_solved get_curr_state load_puzzle_matrix""".split()}  # fmt: skip
 # These evaluate what they have written themselves: the question, and the right answer.
-OWN_TEXT = {"bitwise_arithmetic", "number_sorting"}
-
-
-def names(function, owner):
-    """What a function uses, as pairs (name, object), and for methods of its own class also that class. An attribute of
-    an unknown object is a method of each class in sight that has it, or else (".name", None)."""
-    sight = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    package = function.__module__.split(".")[0]
-    classes = [one for one in sight.values() if inspect.isclass(one) and one.__module__.split(".")[0] == package]
-    nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))]
-    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    local = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((f"import {alias.name}", None, None) for alias in node.names)
-        elif isinstance(node, ast.Name) and node.id not in local:
-            yield node.id, sight.get(node.id), None
-        elif isinstance(node, ast.Attribute):
-            base = node.value.id if isinstance(node.value, ast.Name) else None
-            known = owner if base in ("self", "cls") else sight.get(base) if base not in local else None
-            found = getattr(known, node.attr, None) if isinstance(known, type | types.ModuleType) else None
-            methods = [(one, getattr(one, node.attr)) for one in classes if node.attr in vars(one)]
-            if found is not None:
-                yield node.attr, found, known
-            elif methods:
-                yield from ((node.attr, method, one) for one, method in methods)
-            elif id(node) in called:
-                yield f".{node.attr}", None, None
-
-
-def unsafe(scorer, owner):
-    """What is not SAFE of all that a scorer uses, directly or through functions and classes of its package."""
-    todo, seen, found = [("score_answer", scorer, owner)], set(), set()
-    while todo:
-        name, used, owner = todo.pop()
-        used = getattr(used, "fget", None) or getattr(used, "__func__", used)
-        used = inspect.unwrap(used) if inspect.isfunction(used) else used
-        module = (getattr(used, "__module__", None) or "").split(".")[0]
-        if used is None and name.startswith((".", "import ")):
-            found.add(name)
-        elif not callable(used) or used in seen or isinstance(used, type) and issubclass(used, BaseException):
-            continue
-        elif module in ("typing", "enum"):  # annotations and constants
-            continue
-        elif module != scorer.__module__.split(".")[0]:
-            found.add(f"{module}.{used.__name__}")  # a method of a builtin type has no module: ".strip"
-        elif inspect.isclass(used):
-            todo += [(name, method, used) for name, method in vars(used).items()]
-        elif inspect.isfunction(used) and used.__code__.co_filename != "<string>":  # as a dataclass makes them
-            todo += names(used, owner)
-        if callable(used):
-            seen.add(used)
-    return found - SAFE
-
-
-def helper(text):
-    return eval(text)
-
-
-class Reader:
-    def read(self, text):
-        return __import__(text)
-
-
-class Direct:
-    def score_answer(self, answer, entry):
-        return eval(answer)
-
-
-class ThroughAFunction:
-    def score_answer(self, answer, entry):
-        return float(max(map(helper, answer.split())))
-
-
-class ThroughAMethod:
-    def score_answer(self, answer, entry):
-        return self.mark(answer)
-
-    def mark(self, answer):
-        reader = Reader()
-        return reader.read(answer)
-
-
-class Harmless:
-    def score_answer(self, answer, entry):
-        return 1.0 if answer.strip().lower() == entry["answer"] else self.share(answer)
-
-    @staticmethod
-    def share(answer):
-        return json.loads(answer)["share"]
-
-
-def test_the_walk_finds_what_is_called_directly_in_a_function_and_in_a_method():
-    found = {one: unsafe(one.score_answer, one) for one in (Direct, ThroughAFunction, ThroughAMethod, Harmless)}
-    assert found == {
-        Direct: {"builtins.eval"},
-        ThroughAFunction: {"builtins.eval"},
-        ThroughAMethod: {"builtins.__import__"},
-        Harmless: set(),
-    }
+OWN_TEXT = {"basic_arithmetic", "bitwise_arithmetic", "number_sorting", "generators_00_49", "generators_50_99"}
 
 
 @needs_gym
 def test_each_scorer_that_could_run_an_answer_is_refused_by_name():
-    from reasoning_gym.factory import DATASETS
+    """The other scorers of this version have been read: none gives an answer to a library that would evaluate it."""
+    import reasoning_gym
 
-    assert metadata.version("reasoning-gym") == gym.VERSION and len(DATASETS) == 106
-    found = {name: unsafe(dataset.score_answer, dataset) for name, (dataset, _) in DATASETS.items()}
-    assert {name for name, used in found.items() if used} - OWN_TEXT <= {*gym.REFUSED} <= {*DATASETS}
-    running = {name for name, used in found.items() if used & {"builtins.eval", "builtins.exec", "sympy.parse_expr"}}
-    assert running - OWN_TEXT == {name for name, why in gym.REFUSED.items() if why in (gym.RUNS, gym.PARSES)}
-
-
-@needs_gym
-@pytest.mark.parametrize("name", ["countdown", "n_queens", "codeio", "composite", "coin_flip", "game_of_life_halting"])
-def test_a_refused_task_ends_in_one_sentence(name):
-    with pytest.raises(SystemExit, match=f"^error: DATA={name} is refused: .*[.]$"):
-        gym.load(f"{name} {{}}", None)
+    assert metadata.version("reasoning-gym") == gym.VERSION
+    files = Path(reasoning_gym.__file__).parent.rglob("*.py")
+    evaluating = {file.stem for file in files if re.search(r"\b(eval|exec|parse_expr)\(", file.read_text())}
+    assert OWN_TEXT < evaluating and evaluating - OWN_TEXT < {*gym.REFUSED}
+    assert {name for name, why in gym.REFUSED.items() if why in (gym.RUNS, gym.PARSES)} < evaluating
+    for name in gym.REFUSED:
+        with pytest.raises(SystemExit, match=f"^error: DATA={name} is refused: .*[.]$"):
+            gym.load(f"{name} {{}}", None)
 
 
 @needs_gym
@@ -166,10 +43,7 @@ def test_a_mistake_in_data_ends_in_one_sentence():
     for data, sentence in {
         "letter_count": "DATA=letter_count is not a task of reasoning-gym; it has ab, acre,",
         "chain_sum {": "the configuration has to be JSON that reasoning-gym accepts",
-        'chain_sum {"terms": 2}': "unexpected keyword argument 'terms'",
         'chain_sum {"min_terms": 3, "max_terms": 2}': "max_terms must be >= min_terms",
-        'chain_sum {"seed": 5}': "multiple values for keyword argument 'seed'",
-        "chain_sum 5": "the configuration has to be JSON that reasoning-gym accepts",
     }.items():
         with pytest.raises(SystemExit, match=re.escape(sentence)):
             gym.dataset(data, 0)
@@ -241,32 +115,29 @@ def test_the_score_is_paid_and_the_last_tagged_answer_counts():
 
 
 @needs_gym
-@pytest.mark.parametrize("name", ["prime_factorization", "boxnet", "game_of_life", "time_intervals"])
-def test_any_text_is_graded(name):
+def test_any_text_is_graded():
     """These scorers raise exceptions for some of the texts."""
-    item = (name, 0, 0)
-    question = Question("gym", "?", {"task": name, "seed": 0, "number": 0, "answer": ""})
     rng = random.Random(0)
-    texts = ["null", "[[NaN]]", "{}", "1:1", f"{'9' * 4000}:00", "[" * 10_000, str(gym.entry(*item)["answer"])]
-    for text in [*texts, *("".join(rng.choices('0123×x:[]{}",. \n', k=rng.randrange(30))) for _ in range(100))]:
-        grade = gym.grade(question, text)
-        assert not wrong_grade(grade, text) and 0 <= grade.reward <= 1
+    texts = ["null", "[[NaN]]", "{}", "1:1", f"{'9' * 4000}:00", "[" * 10_000]
+    texts += ["".join(rng.choices('0123×x:[]{}",. \n', k=rng.randrange(30))) for _ in range(50)]
+    for name in ("prime_factorization", "boxnet", "game_of_life", "time_intervals"):
+        question = Question("gym", "?", {"task": name, "seed": 0, "number": 0, "answer": ""})
+        for text in texts:
+            grade = gym.grade(question, text)
+            assert not wrong_grade(grade, text) and 0 <= grade.reward <= 1, name
 
 
 @needs_gym
-def test_a_scorer_that_changes_its_entry_changes_a_copy(monkeypatch):
+def test_a_scorer_gets_a_copy_of_its_entry_and_what_it_gives_is_made_a_share(monkeypatch):
     before = json.dumps(gym.entry(EASY, 0, 0))  # knight_swap, for one, adds to the metadata
-    scorer = SimpleNamespace(score_answer=lambda answer, entry: entry["metadata"].clear() or 1.0)
-    monkeypatch.setattr(gym, "dataset", lambda *_: scorer)
-    assert gym.score((EASY, 0, 0), "5") == 1 and json.dumps(gym.entry(EASY, 0, 0)) == before
-
-
-@needs_gym
-def test_a_score_that_is_no_share_is_made_one(monkeypatch):
     for given, worth in ((7, 1.0), (-1, 0.0), (float("nan"), 0.0), (None, 0.0), ("0.5", 0.5)):
-        monkeypatch.setattr(gym, "dataset", lambda *_, given=given: SimpleNamespace(score_answer=lambda *_: given))
-        monkeypatch.setattr(gym, "entry", lambda *_: {})
-        assert gym.score((EASY, 0, 0), "5") == worth
+
+        def score_answer(answer, entry, given=given):
+            entry["metadata"].clear()
+            return given
+
+        monkeypatch.setattr(gym, "dataset", mock.Mock(return_value=SimpleNamespace(score_answer=score_answer)))
+        assert gym.score((EASY, 0, 0), "5") == worth and json.dumps(gym.entry(EASY, 0, 0)) == before
 
 
 @needs_gym

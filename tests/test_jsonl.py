@@ -1,5 +1,7 @@
 """examples/jsonl.py: a file of questions, and a reward that a user replaces."""
 
+import gzip
+import itertools
 import json
 import random
 from types import SimpleNamespace
@@ -30,26 +32,19 @@ def file(tmp_path):
     return path
 
 
-@pytest.fixture(scope="module")
-def chats():
-    return SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/smollm2"))
+def test_a_number_a_text_or_a_regular_expression_is_compared_as_such():
+    for answer, texts in CASES.items():
+        for text, worth in texts.items():
+            grade = jsonl.grade(Question("jsonl", "?", answer), text)
+            cut = jsonl.grade(Question("jsonl", "?", answer), text, hit_limit=True)
+            assert (grade.reward, grade.metrics["right"]) == (worth, worth == 1), (answer, text)
+            assert cut.reward == pytest.approx(0.3 * worth)
 
 
-@pytest.mark.parametrize("answer", CASES)
-def test_a_number_a_text_or_a_regular_expression_is_compared_as_such(answer):
-    assert {text: jsonl.reward(text, answer) for text in CASES[answer]} == CASES[answer]
-    for text, worth in CASES[answer].items():
-        grade = jsonl.grade(Question("jsonl", "?", answer), text)
-        cut = jsonl.grade(Question("jsonl", "?", answer), text, hit_limit=True)
-        assert (grade.reward, grade.metrics["right"]) == (worth, worth == 1)
-        assert cut.reward == pytest.approx(0.3 * worth)
-
-
-@pytest.mark.parametrize("answer", CASES)
-def test_any_text_is_graded(answer):
+def test_any_text_is_graded():
     rng = random.Random(0)
-    texts = ["".join(rng.choices("0123-.,/$ \n٣éyesPari", k=rng.randrange(40))) for _ in range(500)]
-    for text in ["9" * 10_000, *texts]:
+    texts = ["".join(rng.choices("0123-.,/$ \n٣éyesPari", k=rng.randrange(40))) for _ in range(300)]
+    for answer, text in itertools.product(CASES, ["9" * 10_000, *texts]):
         grade = jsonl.grade(Question("jsonl", "?", answer), text, hit_limit=rng.random() < 0.5)
         assert not wrong_grade(grade, text) and 0 <= grade.reward <= 1
 
@@ -75,21 +70,23 @@ def test_other_keys_are_named_by_settings(tmp_path, monkeypatch):
 def test_a_file_that_is_missing_or_damaged_ends_in_a_sentence(tmp_path):
     with pytest.raises(SystemExit, match="name a file of questions: DATA=questions.jsonl"):
         jsonl.load("builtin", None)
-    with pytest.raises(SystemExit, match="none.jsonl cannot be read"):
+    with pytest.raises(SystemExit, match="none.jsonl cannot be read after row 0: FileNotFoundError"):
         jsonl.load(str(tmp_path / "none.jsonl"), None)
     for line, sentence in {
-        "What?": "line 2: expected JSON with the keys question and answer, JSONDecodeError",
-        '{"question": "What?"}': "line 2: .* KeyError: 'answer'",
-        "[]": "line 2: .* TypeError",
-        "[" * 100_000: "line 2: .* RecursionError",
-        '{"question": 5, "answer": 5}': "line 2: the question has to be a text",
-        '{"question": "What?", "answer": null}': "line 2: the question has to be a text, and the answer a text or a",
-        '{"question": "What?", "answer": " "}': "line 2: the question has to be a text, and the answer a text or a",
-        '{"question": "What?", "answer": "/(/"}': "line 2: the answer is not a regular expression",
+        "What?": "cannot be read after row 1: JSONDecodeError",
+        "[" * 100_000: "cannot be read after row 1: RecursionError",
+        "[]": "each line has to be a JSON object",
+        '{"question": "What?"}': "row 2: question has to be a text, and answer a text or a number",
+        '{"question": 5, "answer": 5}': "row 2: question has to be a text, and answer a text or a number",
+        '{"question": "What?", "answer": " "}': "row 2: question has to be a text, and answer a text or a number",
+        '{"question": "What?", "answer": "/(/"}': "row 2: the answer is not a regular expression",
     }.items():
         (tmp_path / "bad.jsonl").write_text('{"question": "Why?", "answer": "because"}\n' + line)
         with pytest.raises(SystemExit, match=sentence):
             jsonl.load(str(tmp_path / "bad.jsonl"), None)
+    (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(b'{"question": "Why?"}' * 99)[:40])
+    with pytest.raises(SystemExit, match="cannot be read after row 0: EOFError"):
+        jsonl.load(str(tmp_path / "bad.jsonl.gz"), None)
 
 
 def test_a_question_is_a_chat_and_its_text_stays_text(chats, monkeypatch):

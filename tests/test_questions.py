@@ -116,10 +116,10 @@ def test_environment_questions_have_every_kind(positions):
 def test_no_training_question_shows_or_reaches_a_held_out_board(positions):
     rng = random.Random(6)
     train, _ = P.split(positions)
-    moves = [(p, uci) for p in train[:400] for uci, _ in p.moves]
+    moves = [(p, uci) for p in train[:200] for uci, _ in p.moves]
     reaching = [p._replace(asked=uci) for p, uci in moves if P.held_out(rewards.transition(p.fen, uci)[0])]
-    assert len(reaching) > 50  # without the rule these would get through
-    for position in train[:200] + reaching:
+    assert len(reaching) > 25  # without the rule these would get through
+    for position in train[:100] + reaching:
         question = rewards.environment_question(position, rng, "rookworld")
         assert not P.held_out(question.prompt[3:].split("+")[0]) and not P.held_out(question.truth[0])
 
@@ -181,7 +181,7 @@ def test_the_labels_of_a_users_data_say_where_there_is_no_mate(monkeypatch):
 def test_a_quarter_of_the_positions_are_in_check_and_half_of_the_moves_asked_about_are_illegal(task, positions):
     config, items = SimpleNamespace(extra={}), mating.beside("builtin", *P.split(positions))[0]
     others, illegal = [], []
-    for seed in range(5):
+    for seed in range(3):
         asked = task.make_questions(items, 80, random.Random(seed), config)
         assert len({question.prompt for question in asked}) == 80
         groups = [P.groups(question.prompt) for question in asked if question.kind == "moves"]
@@ -206,7 +206,7 @@ def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(builtin,
     question = rewards.first_question("moves", builtin[0], "rookworld")
     stops, found = rollout.stop_tokens_of(tokenizer, "moves", question.stop, question.stop_after), collections.Counter()
     promotions = [p for p in builtin if any(len(uci) == 5 for uci, _ in p.moves)]
-    for position in promotions + rng.sample(builtin, 2_000 - len(promotions)):
+    for position in promotions + rng.sample(builtin, 800 - len(promotions)):
         line = "".join(texts.policy_text(position, rng, "rookworld"))
         move = re.search("M: ([^ ]+)", line)[1]
         prompt, tokens = map(tokenizer.encode, (rewards.first_prompt(position.fen, "rookworld"), line))
@@ -217,13 +217,13 @@ def test_the_prompt_for_a_first_candidate_begins_a_line_in_gpt2s_tokens(builtin,
         asked = question._replace(truth={"best": [move]})
         assert end <= rewards.LIMITS["moves"] and rewards.grade(asked, text).metrics == {"structure": 1, "best": 1}
         found[len(move)] += 1
-    assert found[4] > 1000 and found[5] > 100
+    assert found[4] > 400 and found[5] > 100
 
 
 @pytest.mark.parametrize("text_format, width", [("expanded", 94), ("squares", 92)])
 def test_the_formats_of_small_models_ask_for_a_first_candidate_as_ever(positions, text_format, width):
     encode = str if text_format == "expanded" else Tokenizer.of_bytes(chess.SQUARE_NAMES).encode
-    for position in positions[:200]:
+    for position in positions[:20]:
         for kind in ("moves", "mates"):
             question = rewards.first_question(kind, position, text_format)
             header = question.prompt.removeprefix(f"P: {P.expand_board(position.fen)}")

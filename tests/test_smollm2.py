@@ -2,14 +2,11 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 
-import toy
 from examples import adds, records, start
 from nanorook.task import Question, prompt_text, wrong_grade
-from nanorook.tokenizer import Tokenizer
 
 SUM = Question("adds", "What is 47 + 38?", [47, 38])
 SUMS = {  # worst first: the answer, its reward, whether it is a sum alone and whether it is right
@@ -42,11 +39,6 @@ RECORDS = {
     '{\n  "name": "Lena",\n  "age": 31,\n  "city": "Oslo"\n}\n': (1, 1, 1),
 }
 CASES = [(adds, SUM, SUMS), (records, TOLD, RECORDS)]
-
-
-@pytest.fixture(scope="module")
-def config():
-    return SimpleNamespace(tokenizer=Tokenizer.load(toy.ROOT / "tests/published/smollm2"))
 
 
 @pytest.mark.parametrize("task, question, answers", CASES)
@@ -82,13 +74,13 @@ def test_any_text_is_graded(task, question, answers):
     rng = random.Random(0)
     for text in ["[" * 100_000, "9" * 10_000, "NaN"]:
         assert task.grade(question, text).reward < 0.3
-    for _ in range(2000):
+    for _ in range(500):
         text, hit_limit = "".join(rng.choices('0478+= .{}",:٣éan', k=rng.randrange(40))), rng.random() < 0.5
         grade = task.grade(question, text, hit_limit)
         assert not wrong_grade(grade, text) and 0 <= grade.reward <= 1
 
 
-def test_held_out_questions_are_not_trained_on_in_other_words(config):
+def test_held_out_questions_are_not_trained_on_in_other_words():
     items, held_out = adds.load("", None)
     assert len(items) == 4095 - 9 - 1000 and len(held_out) == 1000
     assert not {*items} & {*held_out} and not {(12, 34), *adds.EXAMPLES} & {*items, *held_out}
@@ -98,9 +90,9 @@ def test_held_out_questions_are_not_trained_on_in_other_words(config):
 
 
 @pytest.mark.parametrize("task", [adds, records])
-def test_questions_are_chats_with_or_without_examples(task, config, monkeypatch):
+def test_questions_are_chats_with_or_without_examples(task, chats, monkeypatch):
     def asked():
-        return [q for items in task.load("", None) for q in task.make_questions(items, 20, random.Random(1), config)]
+        return [q for items in task.load("", None) for q in task.make_questions(items, 20, random.Random(1), chats)]
 
     questions = asked()
     assert questions == asked()
@@ -110,18 +102,18 @@ def test_questions_are_chats_with_or_without_examples(task, config, monkeypatch)
             "{} + {} = {}".format(*question.truth, sum(question.truth)) if task is adds else json.dumps(question.truth)
         )
         assert task.grade(question, right).reward == 1
-        assert task is records or len(config.tokenizer.encode(right)) < max(task.LIMITS.values())
+        assert task is records or len(chats.tokenizer.encode(right)) < max(task.LIMITS.values())
     monkeypatch.setattr(task, "SHOTS", 4)
     for question, plain in zip(asked(), questions):
         assert prompt_text(question.prompt).count("<|im_start|>assistant\n") == 5
         assert question.prompt[-5:] == plain.prompt[-5:] and question.truth == plain.truth
 
 
-def test_a_typed_sum_is_a_question(config):
-    question = adds.question("47 + 38", config)
+def test_a_typed_sum_is_a_question(chats):
+    question = adds.question("47 + 38", chats)
     assert question.truth == [47, 38] and "What is 47 + 38?" in prompt_text(question.prompt)
     with pytest.raises(SystemExit, match="is not a sum of two two-digit numbers, such as 47 [+] 38"):
-        adds.question("4 + 38", config)
+        adds.question("4 + 38", chats)
 
 
 def test_the_model_is_downloaded_by_nobody_and_a_sentence_says_where_it_is(tmp_path, monkeypatch):
