@@ -72,8 +72,9 @@ def load_positions(source):
 def warn_of_missing_labels(ordinary):
     unknown = sum(not position.moves for position in ordinary)
     if unknown and not stockfish.find():
-        parallel.log(f"warning: {unknown} of {len(ordinary)} positions have no labels, so good moves get no reward "
-                     "there: install Stockfish, or label them with tools.chess_label.")  # fmt: skip
+        parallel.log(f"warning: {unknown} of {len(ordinary)} positions have no labels, so the best moves get "
+                     "no more reward there than other legal ones: install Stockfish, with which tools.chess_label can "
+                     "also label them once.")  # fmt: skip
 
 
 def make_questions(items, count, rng, config):

@@ -62,7 +62,7 @@ task                    = load_task(TASK)
 settings.take_defaults(task.DEFAULTS)  # they replace the defaults of the settings that follow
 
 heading("The run")
-MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; models above 50M parameters get defaults for their size (nanorook/sizes.py); empty: the task's own start model")
+MODEL                   = setting("MODEL", "", "the model to train: a Hugging Face folder or a hub id; models above 50M parameters get defaults for their size (nanorook/sizes.py), which a run prints at its start; empty: the task's own start model")
 SIZE_DEFAULTS           = sizes.defaults(MODEL, task, architectures.count_parameters)  # none for a small model
 settings.take_defaults(task.DEFAULTS | SIZE_DEFAULTS)  # the task may have named the MODEL, so its size is known only now
 DATA                    = setting("DATA", "builtin", "source of the task's items; for chess: builtin, or a file of positions (FEN, EPD, PGN, RookWorld's lines or those of tools.chess_label)")
@@ -82,11 +82,11 @@ LORA_RANK               = setting("LORA_RANK", 0, "freeze the model and train Lo
 LR                      = setting("LR", 2e-4, "learning rate of AdamW", low=0)
 LR_SCHEDULE             = setting("LR_SCHEDULE", "linear", "after the warm-up: constant, or falling to zero linearly or along a cosine", one_of=grpo.SCHEDULES)
 WARMUP_STEPS            = setting("WARMUP_STEPS", 5, "steps over which the learning rate rises", low=0)
-MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "the gradient is scaled down to this norm; always on", low=1e-9)
+MAX_GRAD_NORM           = setting("MAX_GRAD_NORM", 1.0, "a gradient with a larger norm is scaled down to this one; cannot be switched off", low=1e-9)
 
 heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.policy_loss", one_of=grpo.LOSSES)
-CREDIT                  = setting("CREDIT", "piece", "what a token is credited with: the components of the reward that judge it (piece), or the whole reward as in plain GRPO (answer)", one_of=("piece", "answer"))
+CREDIT                  = setting("CREDIT", "piece", "what a token is credited with; piece: the components of the reward that judge it; answer: the whole reward, as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=grpo.SCALES)
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
@@ -99,13 +99,13 @@ KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "if the KL per
 heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
-EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@1, 4, 16, 64; 0: no pass@k", low=0)
+EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@k with k = 1, 4, 16, 64 up to this number; 0: no pass@k", low=0)
 REPORT_TO               = setting("REPORT_TO", "none", "also send metrics and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 
 heading("The machine")
 DEVICE                  = setting("DEVICE", "auto", "where to train: cpu, cuda, cuda:1, ...; auto: cuda if there is a GPU")
-DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
+DTYPE                   = setting("DTYPE", "auto", "data type of the matrix products; trained weights stay float32; auto: the faster one", one_of=("auto", "float32", "bfloat16"))
 COMPILE                 = setting("COMPILE", "auto", "use torch.compile for the training forward pass; auto: on CUDA, if there are a C compiler and Python.h", one_of=("auto", "0", "1"))
 MICROBATCH_TOKENS       = setting("MICROBATCH_TOKENS", 0, "the most tokens in one forward pass of the update, unless a single group has more; it limits memory and changes no result beyond rounding; 0: 4096 on a CPU; on CUDA as many as fit into free memory, up to 32768", low=0)
 NPROC                   = setting("NPROC", "auto", "number of processes on this machine; use one for each GPU; auto: two on a CPU of two or more cores for a model below 50M parameters, unless OMP_NUM_THREADS is set; else one")
@@ -545,7 +545,7 @@ def load_questions(config):
     items, held_out = load_items(task, DATA, config)
     if len(items) < BATCH_POSITIONS or not held_out:
         fail(f"DATA={DATA} has {len(items)} items to train on and {len(held_out)} held out, but at least "
-             f"BATCH_POSITIONS={BATCH_POSITIONS} and 1 are needed; provide more.")  # fmt: skip
+             f"BATCH_POSITIONS={BATCH_POSITIONS} and 1 are needed; provide more, or lower BATCH_POSITIONS.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
     checked_questions(task, items, BATCH_POSITIONS, random.Random(SEED), config)  # only to find the task's mistakes

@@ -76,8 +76,8 @@ def dataset(data, seed):
     except metadata.PackageNotFoundError:
         found = None
     if found != VERSION:
-        fail(f"examples/gym.py needs reasoning-gym {VERSION}, whose scorers have been read for what they do with an "
-             f"answer, and found {found or 'none'}: python -m pip install reasoning-gym=={VERSION}")  # fmt: skip
+        fail(f"examples/gym.py needs reasoning-gym {VERSION}, whose scorers have been checked, but {found or 'none'} "
+             f"is installed: python -m pip install reasoning-gym=={VERSION}")  # fmt: skip
     import reasoning_gym  # which takes seconds
 
     if name in REFUSED:

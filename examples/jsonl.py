@@ -64,7 +64,10 @@ def read(file):
         try:
             reward("", answer)
         except re.error as error:
-            fail(f"{file}, row {number}: the answer is not a regular expression: {error}.")
+            fail(
+                f"{file}, row {number}: the answer stands between slashes, so it has to be a regular expression: "
+                f"{error}."
+            )
         items.append((question, answer))
     return items
 

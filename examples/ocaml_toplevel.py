@@ -61,7 +61,7 @@ def prepare(id, text, tests, solution=""):
     calls, expected, shown = (tuple(cases[i::3]) for i in range(3))
     problem = Problem(id, text, definitions, signature, name, type, calls, expected, tuple(s == "true" for s in shown))
     if len(set(paid(problem))) < 2:
-        return "no two assertions that it does not show as examples expect different values, so a constant would pass"
+        return "the assertions that it does not show as examples all expect the same value, so a constant would pass"
     if annotated == "false" and not judge(problem, solution).right:
         return "its signature does not say all types, and its solution does not pass"
     return problem

@@ -192,13 +192,14 @@ def what_is_missing(model, device, *needs):
     needed, (free, _) = least_memory(model, *needs), memory(device)
     if needed <= free:
         return ""
-    remedy = "take a smaller model, or lower BATCH_POSITIONS, GROUP_SIZE or the most new tokens of the task."
+    remedy = "take a smaller model, or lower BATCH_POSITIONS, GROUP_SIZE or MAX_NEW_TOKENS (the task's LIMITS)."
     if not model.lora:
         lora.add_empty(model, lora.Lora(LORA_RANK, ""))
         with_adapters = least_memory(model, *needs)
         if with_adapters <= free:
-            remedy = f"set LORA_RANK={LORA_RANK}, with which {with_adapters / 1e9:.1f} GB are enough."
-    return (f"this model needs at least {needed / 1e9:.1f} GB of memory, but {device} has {free / 1e9:.1f}, so "
+            remedy = f"set LORA_RANK={LORA_RANK}, which needs at least {with_adapters / 1e9:.1f} GB."
+    return (f"this model needs at least {needed / 1e9:.1f} GB of memory, but {device} has only {free / 1e9:.1f} "
+            "available, so "
             f"{(needed - free) / 1e9:.1f} GB are missing: {remedy}")  # fmt: skip
 
 

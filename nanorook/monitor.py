@@ -42,7 +42,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
             ("yellow", best - reward < 1e-6 and reward < 0.8,
-             f"every {kind} answer gets the reward {reward:.4g}: if the task's grade caps it, remove the cap"),
+             f"every {kind} answer gets the reward {reward:.4g}: remove the cap if the task's grade has one, or give "
+             "partial credit"),
             ("red", cut_off > 0.8 and ended, f"most {kind} answers no longer end before their limit: lower LR"),
             ("red" if cut_off > 0.8 else "yellow", cut_off > 0.2,
              f"{cut_off:.0%} of the {kind} answers are cut off: raise MAX_NEW_TOKENS, or the task's LIMITS"),
@@ -62,9 +63,9 @@ def check_answers(metrics, limits):
     structure, kind = lowest(metrics, "structure")
     if structure < 0.2:
         cut_off = metrics[f"{kind}/hit_limit"]
-        return (f"only {structure:.0%} of the first {kind} answers are well-formed, and {cut_off:.0%} hit their limit: "
-                f"if most do, raise the task's LIMITS {limits}; if not, the model does not know the format: check its "
-                "weights and config.json, or pretrain it.")  # fmt: skip
+        return (f"only {structure:.0%} of the first {kind} answers are well-formed, and {cut_off:.0%} are cut off: if "
+                f"that is most of them, raise MAX_NEW_TOKENS, or the task's LIMITS {limits}; otherwise the model does "
+                "not know the format, so check its weights and config.json, or teach it the format first.")  # fmt: skip
     return ""
 
 
@@ -75,12 +76,13 @@ def check_agreement(metrics, dtype):
     gap, kind = highest(metrics, "logprob_gap")
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         return (f"sampling and training disagree by {gap:.4f} nats per token of the {kind} answers before any update, "
-                "as with weights that are not finite, or if the sampler does not draw from grpo.distribution: run "
-                "python -m tools.doctor with the same settings.")  # fmt: skip
+                "probably because the sampler does not draw from grpo.distribution; python -m tools.doctor, with the "
+                "same settings, checks each stage.")  # fmt: skip
     kl, kind = highest(metrics, "kl")
     if kind and not kl < (1e-5 if exact else 1e-3):  # in bf16, code with and without gradients may round differently
         return (f"KL to the reference is {kl:.5f} in {kind} answers before any update, so the reference is not the "
-                "start model: run python -m tools.doctor with the same settings.")  # fmt: skip
+                "start model: check train.make_reference; python -m tools.doctor, with the same settings, checks "
+                "each stage.")  # fmt: skip
     return ""
 
 
@@ -226,10 +228,11 @@ def introduction(model, source, task, items, held_out, microbatch):
     ends = " or ".join(model.tokenizer.token_bytes[end].decode(errors="replace") for end in model.tokenizer.ends)
     if model.lora:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        ends += f"\nLoRA of rank {model.lora.rank}: {trained / 1e6:.1f}M of them are trained, the others are frozen"
+        ends += f"\nLoRA of rank {model.lora.rank}: {trained / 1e6:.1f}M parameters are trained, the others are frozen"
     again = ", blocks recomputed in the backward pass" * model.recompute
     steps, warmup = values()["STEPS"], values()["WARMUP_STEPS"]
-    early = f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR."
+    early = (f"\nThe learning rate rises for {warmup} steps, so a run of {steps} ends before it reaches LR: lower "
+             "WARMUP_STEPS, or raise STEPS.")  # fmt: skip
     return (
         f"{source}: {parameters / 1e6:.1f}M parameters, answers end with {ends}\n"
         f"{task}: {items} items to train on, {held_out} held out\n"

@@ -108,7 +108,7 @@ class Run:
                 saved = read_tensors(folder / "trainer.pt")
                 break
             except Exception as error:  # a damaged pickle may raise anything
-                parallel.log(f"{folder} is damaged ({type(error).__name__}), so the previous checkpoint is used.")
+                parallel.log(f"{folder} is damaged ({type(error).__name__}), so the previous checkpoint is tried.")
         else:
             if folders:
                 fail(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
@@ -144,7 +144,7 @@ class Run:
         would fail again with the same one."""
         self.rollbacks += 1
         if self.rollbacks == 3:
-            fail("the run failed for the third time; lower LR, or follow the last advice above.")
+            fail("the run would have to go back for the third time; lower LR, or follow the last advice above.")
         restore(model, optimizers, **copy.deepcopy(self.good))
         self.lr_factor *= lr_factor
         self.skipped_in_a_row = 0
@@ -200,7 +200,7 @@ def continuation(out, fresh):
     """What the same command does after a run was interrupted, as the end of a sentence."""
     newest = None if fresh and not Run.cleared else max(Path(out).glob(STEP), default=None)
     command = "the same command" + " without FRESH=1" * fresh
-    return f"{command} resumes from {newest}." if newest else "the same command starts again."
+    return f"{command} resumes from {newest}." if newest else "the same command starts the run from the beginning."
 
 
 def explain(error, task, continuation):
@@ -211,8 +211,8 @@ def explain(error, task, continuation):
     if isinstance(error, OSError):
         fail(f"a file could not be read or written ({error}); {continuation}")
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
-        fail(f"out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start; in sampling, "
-             f"lower BATCH_POSITIONS, GROUP_SIZE or the most new tokens {task.LIMITS}; {continuation}")  # fmt: skip
+        fail("out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start; in "
+             f"sampling, lower BATCH_POSITIONS or GROUP_SIZE; with that change, {continuation}")  # fmt: skip
     if not parallel.another_has_ended(error):
         raise error
     parallel.show_errors()

@@ -55,7 +55,7 @@ class Task(Protocol):
     LIMITS: dict  # {kind of question: the most tokens that an answer may have, including its end token}
 
     def start_model(self) -> str:
-        """The folder of the model that training starts from, which is created first if necessary."""
+        """The folder or hub id of the model that training starts from; a folder is made first if necessary."""
 
     def load(self, source: str, config) -> tuple[list, list]:
         """What questions are about: (training items, held-out items). `source` is the setting DATA; `config` is the
@@ -128,7 +128,10 @@ def load_task(file) -> Task:
         kind in module.LIMITS and isinstance(weight, int | float) and 0 <= weight < math.inf
         for kind, weight in weights.items()
     ):
-        fail(f"TASK={file}: KL_WEIGHTS={weights!r} has to be a dict that gives kinds of LIMITS weights from 0 up.")
+        fail(
+            f"TASK={file}: KL_WEIGHTS={weights!r} has to be a dict from kinds in LIMITS to finite weights of at "
+            "least 0."
+        )
     return module
 
 
@@ -156,7 +159,7 @@ def names_of(task):
 def start_folder(task):
     source = task.start_model()
     if not source or not isinstance(source, str | Path):
-        fail(f"the task's start_model returned {source!r}; it has to return the folder of a model.")
+        fail(f"the task's start_model returned {source!r}; it has to return the folder or the hub id of a model.")
     return str(source)
 
 

@@ -100,7 +100,7 @@ class Tokenizer:
             if len(known) < len(special) + len(ranks):
                 raise ValueError("each token needs an id of its own")
             if ids != sorted(ids):
-                raise ValueError("tiktoken relies on ids in the order of the merges, and these are not")
+                raise ValueError("tiktoken relies on ids in the order of the merges, and these are in another order")
             ends = find_ends(files, config, special)
             if not ends or any(type(end) is not int for end in ends) or not known.issuperset(ends):
                 raise ValueError(f"eos_token_id is {ends}, but not all of these are ids of its tokens")

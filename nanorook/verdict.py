@@ -178,13 +178,14 @@ def why_nothing(rows, kinds, first, settings, gains):
         (settings.get("CONTROL", "none") != "none", "the rewards carried no information, as CONTROL requests"),
         (skipped > len(rows) / 2, f"{skipped} of {len(rows)} updates were skipped, so lower LR"),
         (max(row.get("reward_std", 1) for row in rows) < 1e-6 and after < 0.95,
-         f"every answer got the same reward ({after:.3g}), so check grade for a cap"),
+         f"every answer got the same reward ({after:.3g}), so remove the cap if the task's grade has one, or give "
+         "partial credit"),
         (already_right(first, kinds) == kinds, "the start model's most likely answers are right already"),
         (alike > 0.8, f"in {alike:.0%} of the groups all answers got the same reward, so raise TEMPERATURE or "
                       "GROUP_SIZE, or let grade give partial credit"),
         (after - before > halves, f"the reward rose from {before:.2f} to {after:.2f} on training questions only, so "
                                   "train on more of them, or raise EVAL_POSITIONS"),
-        (before - after > halves, "the reward fell in training as well, so lower LR or raise KL_COEF"),
+        (before - after > halves, "the reward fell in training, so lower LR or raise KL_COEF"),
     ):  # fmt: skip
         if applies:
             return reason
@@ -217,5 +218,6 @@ Trained by nanorook (commit {about.get("commit")}) on {about.get("machine")}, {a
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("PATH OF THIS FOLDER")
 
-From nanorook's folder, `python -m tools.ask PATH "a question"` asks it and grades the answers.
+From nanorook's folder, `TASK={settings.get("TASK")} python -m tools.ask PATH "a question"` asks it, and grades the
+answers if the task has a function `question`.
 """

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import toy
+import train
 from examples import letters
 from model import GPT
 from rollout import sample
+from tools import signal
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -157,7 +157,8 @@ def truths(questions, answers):
     return check(
         "questions", {"count": len(questions), "with a reference answer": len(questions) - unknown},
         (stub, f"All {' and '.join(stub)} questions have the same reference answer: check DATA={train.DATA}."),
-        (unknown, f"{unknown} have no reference answer, so right ones get no reward: check the labels of "
+        (unknown, f"{unknown} have no reference answer: if grade needs one, right answers get no reward, so check the "
+                  "labels of "
                   f"DATA={train.DATA}."),
     )  # fmt: skip
 
@@ -175,8 +176,10 @@ def completions(model, rollout):
     return check(
         f"{rollout.kind} completions",
         {"count": len(rollout.answers), "tokens": rollout.completion_mask.sum().item()},
-        (unmasked, f"The mask of {unmasked} leaves out the end token, so it is not trained: make masks from lengths."),
-        (foreign, f"The tokens of {foreign} are not the text that was graded: keep the sampled ids as they are."),
+        (unmasked,
+         f"In {unmasked} answers the mask leaves out the end token, so it is not trained: make masks from lengths."),
+        (foreign, f"In {foreign} answers the tokens are not the text that was graded: keep the sampled ids as they "
+                  "are."),
     )  # fmt: skip
 
 
@@ -192,7 +195,8 @@ def rewards(rollout):
         {"mean": values.mean().item(), "min": least, "max": most},
         (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
         (len(capped) > 4 and share > 0.5 and 1e-6 < most < 1 - 1e-6,
-         f"{share:.0%} are capped at {most:g}: penalise by a factor, not by a cap."),
+         f"{share:.0%} of the different answers get the highest reward, {most:g}: if grade caps it, penalise by a "
+         "factor instead."),
     )  # fmt: skip
 
 

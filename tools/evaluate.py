@@ -39,7 +39,12 @@ from tools import exact
 def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
-    p.add_argument("model", nargs="+", help="a model folder or hub id, or two to compare; and settings, NAME=value")
+    p.add_argument(
+        "model",
+        nargs="+",
+        help="a run's OUT_DIR, for the table it has recorded; or a model folder or hub id, or two to compare; and "
+        "settings, NAME=value",
+    )
     p.add_argument("--training", action="store_true", help="evaluate on training questions, not on held-out ones")
     a = p.parse_intermixed_args()
     given = [word for word in a.model if "=" in word and not Path(word).exists()]
@@ -47,7 +52,10 @@ def main():
     settings.finish("python -m tools.evaluate", given)
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
         if more := [*given, *["--training"] * a.training]:
-            fail(f"{models[0]} is a run, and its table is not measured again; for {more[0]}, name {models[0]}/model.")
+            fail(
+                f"{models[0]} is a run, whose table is shown as it was recorded; to evaluate with {more[0]}, name "
+                f"{models[0]}/model."
+            )
         about = file.with_name("run.json")
         try:
             names = json.loads(about.read_text()).get("names", {}) if about.is_file() else {}

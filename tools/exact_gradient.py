@@ -33,8 +33,9 @@ heading("The exact gradient")
 OBJECTIVE = setting(
     "OBJECTIVE",
     "best",
-    "what is raised: the expected best of BEST_OF answers (of one: the expected reward); the log of the chance of each "
-    "level of the reward; or as the first, with a KL that weighs more where the start model is seldom right",
+    "what is maximised; best: the expected best reward of BEST_OF answers, which with BEST_OF=1 is the expected "
+    "reward; log: the log of the chance of each level of the reward; anchored: as best, with a KL that weighs more "
+    "where the start model is seldom right",
     one_of=("best", "log", "anchored"),
 )
 
@@ -112,7 +113,8 @@ def main():
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < train.BATCH_POSITIONS:
         fail(
-            f"DATA={train.DATA} has {len(items)} items, fewer than BATCH_POSITIONS={train.BATCH_POSITIONS}; give more."
+            f"DATA={train.DATA} has {len(items)} items, fewer than BATCH_POSITIONS={train.BATCH_POSITIONS}; provide "
+            "more, or lower it."
         )
     started = time.time()
     for step in range(train.STEPS):

@@ -45,7 +45,7 @@ def make(folder, arguments, first):
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
             subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it at Ctrl-C
         if not finished(folder):  # whatever its verdict, which its exit code tells
-            fail(f"the run in {folder} did not finish; its output is above and in {folder}.log.")
+            fail(f"the run in {folder} did not finish; its error is above, and its output in {folder}.log.")
     made_with, expected = (next(objects(some, "settings")) for some in (folder, first))
     expected |= dict(argument.split("=", 1) for argument in arguments)
     for name in made_with.keys() | expected.keys():
@@ -178,10 +178,14 @@ def main():
     p.add_argument("out", type=Path, help="folder for the runs and sweep.json")
     p.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of all runs, as train.py takes them")
     p.add_argument(
-        "--vary", nargs="+", metavar="SETTINGS", default=["default"], help='such as LOSS=grpo, or "fast: LR=1e-3"'
+        "--vary",
+        nargs="+",
+        metavar="SETTINGS",
+        default=["default"],
+        help='the settings to compare, such as default LOSS=grpo "fast: LR=1e-3"',
     )
     p.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each setting")
-    p.add_argument("--controls", type=number(int, 0), help="of each setting (default: as many as seeds)")
+    p.add_argument("--controls", type=number(int, 0), help="control runs of each setting (default: as many as seeds)")
     p.add_argument("--show", nargs="+", metavar="FIGURE", help="the columns where several settings are compared")
     a = p.parse_intermixed_args()
     variants = {}  # {name: its settings}, of texts such as "LOSS=grpo" or "fast: EPOCHS=8 LR=3e-3"
@@ -191,8 +195,8 @@ def main():
     for argument in [*a.settings, *(word for words in variants.values() for word in words)]:
         name, equals, _ = argument.partition("=")
         if not equals or name in DECIDED:
-            p.error(f"{argument} is not a setting in the form NAME=value, or one that OUT, --seeds and --controls "
-                    "decide.")  # fmt: skip
+            p.error(f"{argument} is not in the form NAME=value, or it is a setting that OUT, --seeds and --controls "
+                    "decide; leave it out.")  # fmt: skip
     out = a.out.resolve()
     controls = a.seeds if a.controls is None else a.controls
     folders = {variant: {"runs": [], "controls": []} for variant in variants}
