@@ -91,7 +91,7 @@ def test_a_rollout_that_is_not_what_was_graded(examine, monkeypatch, words):
     said(examine(), "completions", words)
 
 
-WORTHS = {"scale them": lambda r: 1e6 * r, "not by a cap": lambda r: min(0.05, r / 9)}
+WORTHS = {"scale them": lambda r: 1e6 * r, "if grade caps it": lambda r: min(0.05, r / 9)}
 
 
 @pytest.mark.parametrize("words", WORTHS)

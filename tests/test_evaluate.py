@@ -34,7 +34,7 @@ def test_the_table_is_that_of_the_run_which_made_the_model(shown, toy_run, toy_m
         evaluate.main()
         printed = capsys.readouterr().out.splitlines()
     for more in ("EVAL_SAMPLES=4", "--training"):
-        with pytest.raises(SystemExit, match=f"for {more}, name .*/out/model"):
+        with pytest.raises(SystemExit, match=f"to evaluate with {more}, name .*/out/model"):
             shown(tmp_path / "out", more)
     monkeypatch.setattr(train, "EVAL_POSITIONS", 20)
     monkeypatch.setattr(train, "MODEL", toy_model)

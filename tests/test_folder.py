@@ -41,8 +41,8 @@ BAD_CONFIGS = {
     "layer_norm_epsilon is -1, but it has to be a number from 0 to 1": {"layer_norm_epsilon": -1},
     "n_embd 48 is not a multiple of n_head 7": {"n_head": 7},
     "n_layer is 8388608, but it has to be": {"n_layer": 2**23},
-    "expected a JSON object, in a folder as transformers saves it (": [1],
-    "expected a JSON object, in a folder as transformers saves it (maximum recursion depth": "deep",
+    "cannot be read as a JSON object (": [1],
+    "cannot be read as a JSON object (maximum recursion depth": "deep",
 }
 
 

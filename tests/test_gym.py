@@ -4,7 +4,6 @@ import json
 import random
 import re
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,20 +18,8 @@ needs_gym = pytest.mark.needs("reasoning_gym", "pip install reasoning-gym==0.1.2
 EASY = 'chain_sum {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 
 
-# These evaluate what they have written themselves: the question, and the right answer.
-OWN_TEXT = {"basic_arithmetic", "bitwise_arithmetic", "number_sorting", "generators_00_49", "generators_50_99"}
-
-
 @needs_gym
-def test_each_scorer_that_could_run_an_answer_is_refused_by_name():
-    """The other scorers of this version have been read: none gives an answer to a library that would evaluate it."""
-    import reasoning_gym
-
-    assert metadata.version("reasoning-gym") == gym.VERSION
-    files = Path(reasoning_gym.__file__).parent.rglob("*.py")
-    evaluating = {file.stem for file in files if re.search(r"\b(eval|exec|parse_expr)\(", file.read_text())}
-    assert OWN_TEXT < evaluating and evaluating - OWN_TEXT < {*gym.REFUSED}
-    assert {name for name, why in gym.REFUSED.items() if why in (gym.RUNS, gym.PARSES)} < evaluating
+def test_a_refused_task_ends_in_one_sentence():
     for name in gym.REFUSED:
         with pytest.raises(SystemExit, match=f"^error: DATA={name} is refused: .*[.]$"):
             gym.load(f"{name} {{}}", None)
@@ -55,7 +42,9 @@ def test_another_version_is_refused_as_nobody_has_read_its_scorers(found, monkey
         return found or (_ for _ in ()).throw(metadata.PackageNotFoundError(name))
 
     monkeypatch.setattr(gym.metadata, "version", version)
-    with pytest.raises(SystemExit, match=f"needs reasoning-gym 0.1.25, .* found {found or 'none'}: .*pip install"):
+    with pytest.raises(
+        SystemExit, match=f"needs reasoning-gym 0.1.25, .* but {found or 'none'} is installed: .*pip install"
+    ):
         gym.dataset.__wrapped__(EASY, 0)
 
 

@@ -229,8 +229,10 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monk
     monkeypatch.setattr(hardware, "memory", lambda device: (1e9, 1e9))
     changes = dict(MODEL=tmp_path, DTYPE="bfloat16", STEPS=1)
     said = toy.main(tmp_path / "out", **changes)
-    missing = r"needs at least 2\.\d GB of memory, but cpu has 1\.0, so 1\.\d GB are missing: set LORA_RANK=16"
-    assert re.search(rf"this model {missing}, with which 0\.\d GB are enough\.$", said), said
+    missing = (
+        r"needs at least 2\.\d GB of memory, but cpu has only 1\.0 available, so 1\.\d GB are missing: set LORA_RANK=16"
+    )
+    assert re.search(rf"this model {missing}, which needs at least 0\.\d GB\.$", said), said
     assert "model.safetensors" in toy.main(tmp_path / "out", LORA_RANK=16, **changes)  # it fits, so it would be loaded
     monkeypatch.setattr(hardware, "memory", lambda device: (1e8, 1e8))
     said = toy.main(tmp_path / "out", LORA_RANK=16, **changes)

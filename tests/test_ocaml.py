@@ -329,7 +329,7 @@ def made(rng, depth):
     return f"({rng.choice(POISON)}; {found})" if rng.random() < 0.15 else found
 
 
-@pytest.mark.parametrize("seed, count", [(0, 50), pytest.param(1, 500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed, count", [(0, 50), pytest.param(1, 2000, marks=pytest.mark.slow)])
 def test_programs_made_at_random_leave_no_trace_and_change_no_other_grade(seed, count, squares, canary):
     rng, process, typed = random.Random(seed), toplevel()[0], []
     for _ in range(count):

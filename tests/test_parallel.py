@@ -88,7 +88,9 @@ def test_where_one_runs_out_of_memory_all_end(several):
         "out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start",
         "another process of this run has ended",
     ):
-        assert re.search(f"^error: {sentence}.*; the same command starts again.$", several[2], re.MULTILINE)
+        assert re.search(
+            f"^error: {sentence}.*; the same command starts the run from the beginning.$", several[2], re.MULTILINE
+        )
     assert "Traceback" not in several[2]
 
 

@@ -176,10 +176,12 @@ def test_more_steps_of_a_finished_run_say_what_becomes_of_its_learning_rate(toy_
 
 def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "cleared", False)
-    assert continuation(tmp_path, True) == "the same command starts again."
+    assert continuation(tmp_path, True) == "the same command starts the run from the beginning."
     save(tmp_path, 7)
     assert continuation(tmp_path, False) == f"the same command resumes from {tmp_path}/step-000007."
-    assert continuation(tmp_path, True) == "the same command starts again."  # FRESH=1 has not deleted the run yet
+    assert (
+        continuation(tmp_path, True) == "the same command starts the run from the beginning."
+    )  # FRESH=1 has not deleted the run yet
     monkeypatch.setattr(Run, "cleared", True)
     assert continuation(tmp_path, True).startswith("the same command without FRESH=1 resumes from")
 

@@ -125,7 +125,9 @@ def test_a_broken_kind_is_not_hidden_by_the_others(toy_run, monkeypatch):
 
     monkeypatch.setattr(toy, "grade", changed)
     readable = math.inf
-    with pytest.raises(SystemExit, match="only 0% of the first long .*, and .*% hit .* the task's LIMITS {'short"):
+    with pytest.raises(
+        SystemExit, match="only 0% of the first long .*, and .*% are cut off.* the task's LIMITS {'short"
+    ):
         toy_run("refused", BATCH_POSITIONS=8)
     readable = 50  # half of them
     row = toy_run(BATCH_POSITIONS=8, STEPS=1)[0]
@@ -266,7 +268,7 @@ def test_a_loss_that_is_not_finite_is_enough_to_skip_an_update(toy_run, monkeypa
 
 def test_recovery_gives_up_with_words(toy_run, monkeypatch, capsys):
     inject(monkeypatch.setattr, "gradient", range(1, 100))
-    with pytest.raises(SystemExit, match="failed for the third time; lower LR"):
+    with pytest.raises(SystemExit, match="go back for the third time; lower LR"):
         toy_run(STEPS=12, MAX_SKIPPED_IN_A_ROW=2)
     printed = capsys.readouterr().out
     assert "LR multiplied by 0.5" in printed and "LR multiplied by 0.25" in printed
@@ -399,3 +401,20 @@ def test_each_setting_has_a_variable_of_its_name():
     for module in train, rewards:
         for name in settings.SETTINGS.keys() & vars(module).keys():
             assert settings.values()[name] == getattr(module, name), name
+
+
+def test_every_setting_is_known_to_do_something():
+    """A new setting joins CHANGES, or this list with the test that sees its effect."""
+    elsewhere = {
+        "TASK", "MODEL", "NPROC", "COMPILE", "DEVICE",
+        "LORA_RANK",  # in test_lora.py
+        "MICROBATCH_TOKENS",  # test_a_resumed_run_keeps_its_microbatches
+        "MIX_ENV_RATIO", "MAX_NEW_TOKENS", "MIX_FIRST_RATIO", "MATES_KL",
+        "OUT_DIR", "FRESH",  # in test_train.py
+        "BEST_OF_SCHEDULE",  # in test_no_setting_is_silent
+        "REPORT_TO", "EVAL_SAMPLES",  # in test_loggers.py and test_evaluate.py
+    }  # fmt: skip
+    known = {name for name in settings.SETTINGS if hasattr(train, name) or hasattr(rewards, name)}
+    assert {*CHANGES} | elsewhere == known and not {*CHANGES} & elsewhere
+    for name in known:  # each variable has the value of the setting of its own name
+        assert settings.values()[name] == getattr(train, name, getattr(rewards, name, None)), name

@@ -82,8 +82,8 @@ def test_settings_by_name_are_compared_after_the_runs(main, started, tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["SEED=5"], "SEED=5 is not a setting .*, or one that OUT, --seeds and --controls decide"),
-        (["--vary", "fast: LR=1 8"], "8 is not a setting in the form NAME=value"),
+        (["SEED=5"], "SEED=5 is not .*, or it is a setting that OUT, --seeds and --controls decide"),
+        (["--vary", "fast: LR=1 8"], "8 is not in the form NAME=value"),
         (["--show", "q wrong T=0"], "--show: the runs have no figure 'q wrong T=0', but q right T=0, entropy"),
     ],
 )
@@ -104,7 +104,7 @@ def test_runs_with_other_settings_are_not_mixed(main, started, tmp_path):
 
 def test_a_run_that_does_not_finish_is_named(main, monkeypatch):
     monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: mock.Mock())
-    with pytest.raises(SystemExit, match="seed-0 did not finish; its output is above and in .*seed-0.log"):
+    with pytest.raises(SystemExit, match="seed-0 did not finish; its error is above, and its output in .*seed-0.log"):
         main()
 
 

@@ -84,7 +84,11 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "load a set": ("load", lambda *args: {(1,), (2,)}, "load returned {.*; it has to return two lists"),
     "load sets": ("load", lambda *args: ({1}, {2}), r"load returned .\{1\}, \{2\}.; it has to return two lists"),
     "items no data": ("load", lambda *args: ([lambda: 0] * 9, [0] * 9), "items have to be data that pickle can copy"),
-    "no start": ("start_model", lambda: None, "start_model returned None; it has to return the folder of a model"),
+    "no start": (
+        "start_model",
+        lambda: None,
+        "start_model returned None; it has to return the folder or the hub id of a model",
+    ),
 }
 
 
@@ -196,5 +200,6 @@ def test_an_error_of_a_file_in_the_tasks_own_code_is_told_as_the_tasks(tmp_path,
     source = inspect.getsource(toy).replace("    some = rng", "    open('/nowhere')\n    some = rng")
     (tmp_path / "mine.py").write_text(source)
     said = toy.main(tmp_path / "out", MODEL=toy_model, TASK=tmp_path / "mine.py")
-    assert said == f"error: this error came from the task, {tmp_path}/mine.py; the same command starts again."
+    again = "the same command starts the run from the beginning."
+    assert said == f"error: this error came from the task, {tmp_path}/mine.py; {again}"
     assert f'File "{tmp_path}/mine.py", line' in capsys.readouterr().err
