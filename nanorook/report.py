@@ -241,7 +241,7 @@ def card(answers, show):
         figures += f'<p class="soft"><b>{sample["reward"]:.4g}</b> = {escape(total)}</p></figure>'
     truth, prompt = json.dumps(answers[0]["truth"], ensure_ascii=False), escape(answers[0]["prompt"].strip())
     return (
-        f'<article class="card"><pre>{prompt}</pre><details{" open" * (len(truth) < 100)}><summary>truth</summary>'
+        f'<article class="card"><pre>{prompt}</pre><details{" open" * (len(truth) < 100)}><summary>reference answer</summary>'
         f"<pre>{escape(truth)}</pre></details><div>{figures}</div></article>"
     )
 
