@@ -106,7 +106,7 @@ def make_questions(items, count, rng, config):
 def draw_ordinary(ordinary, count, n_moves, rng):
     """`count` positions. The last `n_moves` are for questions about moves, and CHECK_SHARE of these are in check, or
     fewer if eight times as many positions, drawn at random, do not hold that many."""
-    drawn = rng.sample(ordinary, min(8 * count, len(ordinary)))
+    drawn = positions.draw(ordinary, min(8 * count, len(ordinary)), rng)
     others = drawn[: count - n_moves]
     about_moves = drawn[count - n_moves :]
     checks = [p for p in about_moves if chess.Board(p.fen).is_check()]

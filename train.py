@@ -100,7 +100,7 @@ heading("Evaluation, checkpoints, logs")
 EVAL_EVERY              = setting("EVAL_EVERY", 40, "steps between evaluations on held-out questions; 0: only before and after the run", low=0)
 EVAL_POSITIONS          = setting("EVAL_POSITIONS", 256, "number of held-out questions in an evaluation", low=1)
 EVAL_SAMPLES            = setting("EVAL_SAMPLES", 0, "answers to each question of an evaluation, for pass@k with k = 1, 4, 16, 64 up to this number; 0: no pass@k", low=0)
-REPORT_TO               = setting("REPORT_TO", "none", "also send metrics and answers to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
+REPORT_TO               = setting("REPORT_TO", "none", "also send metrics, and to wandb and trackio answers, to this dashboard, whose package has to be installed", one_of=("none", "wandb", "trackio", "tensorboard"))
 SAVE_EVERY              = setting("SAVE_EVERY", 20, "steps between checkpoints", low=1)
 
 heading("The machine")
@@ -281,7 +281,8 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
         totals = dict(zip([*sums, "grad_norm"], numbers))
         epochs.append(totals)
         if check and epoch == 0:
-            fail_if(monitor.check_agreement(per_token(totals), model.dtype))
+            disagree = monitor.check_agreement(per_token(totals), model.dtype)
+            fail_if(disagree and f"{disagree} python -m tools.doctor, with the same settings, checks each stage.")
 
         # The guard: grad_norm is the norm before the gradient was scaled down to MAX_GRAD_NORM. If it or the loss is
         # not finite, there is no update.

@@ -71,6 +71,7 @@ def make(out, files):
     """Writes the positions in which the engine's best move mates, a FEN in each line, ordered by their boards."""
     found = positions.distinct(position for file in files for position in positions.load(file))
     mates = [position for position in found if position.moves and position.moves[0][1] == MATE - 1]
+    mates = [position for position in mates if positions.is_sound(position)]
     if not mates:
         fail("no labelled position has a best move that mates; label positions with tools.chess_label first.")
     positions.write_lines(out, sorted(position.fen for position in mates))

@@ -14,12 +14,13 @@ def read_rows(file):
     """A dict for each row."""
     file, rows = Path(file), []
     try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", newline="") as lines:
-            found = csv.DictReader(lines) if ".csv" in file.suffixes else map(json.loads, filter(str.strip, lines))
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig", newline="") as lines:
+            is_csv = file.name.lower().removesuffix(".gz").endswith(".csv")
+            found = csv.DictReader(lines) if is_csv else map(json.loads, filter(str.strip, lines))
             for row in found:
                 rows.append(row)
     except (OSError, EOFError, zlib.error, csv.Error, ValueError, RecursionError) as error:
-        fail(f"DATA={file} cannot be read after row {len(rows)}: {type(error).__name__}: {error}")
+        fail(f"{file} cannot be read after row {len(rows)}: {type(error).__name__}: {error}")
     if not all(isinstance(row, dict) for row in rows):
-        fail(f"DATA={file}: each line has to be a JSON object.")
+        fail(f"{file}: each line has to be a JSON object.")
     return rows

@@ -73,7 +73,11 @@ def connect(where, run):
     run.record = run.record or secrets.token_hex(4)
     own = {"id": run.record, "dir": run.out} if where == "wandb" else {}
     name = f"{run.out.resolve().name}-{run.record}"
-    package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
+    try:
+        package.init(project=PROJECT, name=name, config=settings.values(), resume="allow", **own)
+    except Exception as error:  # no account, no network: wandb's own errors
+        hint = " WANDB_MODE=offline needs no account." if where == "wandb" else ""
+        fail(f"REPORT_TO={where} could not start logging ({error}).{hint}")
     atexit.register(package.finish)
 
     def report(step, numbers, rows=()):

@@ -76,13 +76,11 @@ def check_agreement(metrics, dtype):
     gap, kind = highest(metrics, "logprob_gap")
     if not gap < (1e-3 if exact else 0.05):  # also where it is NaN
         return (f"sampling and training disagree by {gap:.4f} nats per token of the {kind} answers before any update, "
-                "probably because the sampler does not draw from grpo.distribution; python -m tools.doctor, with the "
-                "same settings, checks each stage.")  # fmt: skip
+                "probably because the sampler does not draw from grpo.distribution.")  # fmt: skip
     kl, kind = highest(metrics, "kl")
     if kind and not kl < (1e-5 if exact else 1e-3):  # in bf16, code with and without gradients may round differently
         return (f"KL to the reference is {kl:.5f} in {kind} answers before any update, so the reference is not the "
-                "start model: check train.make_reference; python -m tools.doctor, with the same settings, checks "
-                "each stage.")  # fmt: skip
+                "start model: check train.make_reference.")  # fmt: skip
     return ""
 
 

@@ -61,8 +61,10 @@ def start(device, processes):
     if launched():
         if LEAD in os.environ:
             threading.Thread(target=end_with_lead, daemon=True).start()
-        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or dist.is_torchelastic_launched()):
+            # torchrun gives each process one thread
+            cores = os.cpu_count() if dist.is_torchelastic_launched() else torch.get_num_threads()
+            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 

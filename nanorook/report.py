@@ -94,7 +94,8 @@ def settings(runs):
         about = {name: value for name, value in run.about.items() if isinstance(value, str | int)}
         changes = run.about.get("changes", [])
         told = [f"{name} from {was} to {now} after step {step}" for step, name, was, now in changes]
-        tables.append(about | {"changed": "; ".join(told)} | run.about.get("versions", {}) | run.settings)
+        changed = {"changed": "; ".join(told)} if told else {}
+        tables.append(about | changed | run.about.get("versions", {}) | run.settings)
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [str(table.get(name, "–")) for table in tables]
         differ = len({*values}) > 1
@@ -152,16 +153,20 @@ def plot(runs, metric, title, unit=""):
     for i, run in enumerate(runs):
         for j, (how, points) in enumerate(run.curves.get(metric, {}).items()):
             css = f"c{(i if len(runs) > 1 else j) % 8}"
-            css += "" if how == "T=0" or "/" not in metric else " thin" if how == "training" else " dashed"
+            if how == "training" and "/" in metric:
+                css += " thin"
+            elif how not in ("training", "T=0"):
+                css += " dashed"
             curves.append(({"T=0": "greedy"}.get(how, how), css, points))
     if not curves:
         return ""
     points = [point for *_, points in curves for point in points]
     low = min(0, *(value for _, value, _ in points))
-    high = max((value + half for _, value, half in points if half < math.inf), default=1)
+    high = max(0, *(value + half for _, value, half in points if half < math.inf))
     if max(value for _, value, _ in points) <= 1:  # perhaps a share, of which an interval may reach too far
         high = min(1, high)
-    high = high or 1  # all values are 0
+    if high == low:  # all values are 0
+        high = 1
 
     def x(step):
         return LEFT + (RIGHT - LEFT) * step / last
@@ -177,7 +182,7 @@ def plot(runs, metric, title, unit=""):
     svg = ""
     for mark in sorted({low, 0, high}):
         svg += f'<path class="axis" d="M{LEFT} {y(mark):.1f}H{RIGHT}"/>'
-        svg += f'<text class="tick" x="{LEFT - 6}" y="{y(mark) + 4:.1f}">{mark:.3g}</text>'
+        svg += f'<text class="tick" x="{LEFT - 6}" y="{y(mark) + 4:.1f}">{tick(mark)}</text>'
     for step in sorted({0, last // 2, last}):
         svg += f'<text x="{x(step):.1f}" y="{BOTTOM + 16}">{"step " * (not step)}{step}</text>'
     for how, css, points in curves:
@@ -191,6 +196,10 @@ def plot(runs, metric, title, unit=""):
     named = legend(curves) if len(runs) == 1 and len(curves) > 1 else ""
     svg = f'<svg viewBox="0 0 300 146" role="img" aria-label="{escape(title)}">{svg}</svg>{named}'
     return f'<figure class="plot"><h4>{escape(title)}</h4><figcaption>{escape(unit)}</figcaption>{svg}</figure>'
+
+
+def tick(value):
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def legend(lines):
@@ -240,8 +249,9 @@ def card(answers, show):
         total = as_sum(sample["pieces"]) or "0"
         figures += f'<p class="soft"><b>{sample["reward"]:.4g}</b> = {escape(total)}</p></figure>'
     truth, prompt = json.dumps(answers[0]["truth"], ensure_ascii=False), escape(answers[0]["prompt"].strip())
+    is_open = " open" * (len(truth) < 100)
     return (
-        f'<article class="card"><pre>{prompt}</pre><details{" open" * (len(truth) < 100)}><summary>reference answer</summary>'
+        f'<article class="card"><pre>{prompt}</pre><details{is_open}><summary>reference answer</summary>'
         f"<pre>{escape(truth)}</pre></details><div>{figures}</div></article>"
     )
 

@@ -44,7 +44,7 @@ def find(found):
     found = [p for p in found if not p.moves or p.moves[0][1] == MATE - 1]
     found = random.Random(0).sample(found, min(50_000, len(found)))
     found = tqdm(found, "looking for mates", leave=False, disable=parallel.rank() > 0 or None)
-    found = [p for p in found if positions.mating_moves(chess.Board(p.fen))]
+    found = [p for p in found if positions.is_sound(p) and positions.mating_moves(chess.Board(p.fen))]
     return positions.distinct(Position(p.fen, (), ()) for p in found)
 
 

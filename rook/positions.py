@@ -104,6 +104,7 @@ POLICY = re.compile(rf"P: ({BOARD} \d+ \d+)\s+M: ((?:{UCI}\s+)+)E: ((?:{CP}(?:\.
 ENVIRONMENT = re.compile(rf"(?:A: )?({BOARD} \d+ \d+)\+({UCI})\+((?:{UCI} )*)\2 ?\+[^+]+\+-?\d(?:\.\d+)?\+[01]\+[01]")
 FEN_OR_EPD = re.compile(rf"({BOARD})( \d+ \d+)?(?:\s+[a-zA-Z;].*)?")  # an EPD's operations are not read
 VERIFIED_LINES = 5_000  # labelled ones at the start of a file in our own format, see `read_line`
+UNVERIFIED = {}  # position of a later line -> (file, number of the line), see `is_sound`
 
 
 def split_moves(text):
@@ -163,22 +164,48 @@ def typed_move(board, san):
     fail(f"{san!r:.80} is not a legal move in {board.fen()}; use the form e2e4 for any move, legal or not.")
 
 
-def read_line(line, number):
-    """[position] of a line, [] of an empty one or a comment.
+def read_line(line, place):
+    """[position] of a line, [] of an empty one or a comment. `place` is (file, number of the line).
 
     Verifying half a million labelled lines in our own format would take two minutes. So after a file's first
     VERIFIED_LINES, which show whether another program wrote it, only odd lines are verified: those without eight ranks,
-    or with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash."""
+    or with an en passant square, which python-chess removes if no pawn can use it, so that a board has one hash. The
+    others are verified when they are drawn, see `is_sound`."""
     line = line.strip()
     if not line or line.startswith("#"):
         return []
     position = read_position(line)
     odd = position.fen.count("/") != 7 or position.fen.split(" ")[3] != "-"
-    trusted = number > VERIFIED_LINES and position.moves and OURS.fullmatch(line) and not odd
-    return [position if trusted else verify(position)]
+    if place[1] > VERIFIED_LINES and position.moves and OURS.fullmatch(line) and not odd:
+        UNVERIFIED.setdefault(position, place)
+        return [position]
+    return [verify(position)]
 
 
-def read_game(game, number):
+def is_sound(position):
+    """Whether a position can be used. If `load` has not verified it, that is done here, before its first use."""
+    return position not in UNVERIFIED or is_verified(position)
+
+
+@functools.cache
+def is_verified(position):
+    try:
+        if verify(position) != position:
+            raise ValueError("python-chess writes this FEN or its moves in another way")
+    except ValueError as error:
+        print("{}, line {}, is left out: {}.".format(*UNVERIFIED[position], error), file=sys.stderr)
+        return False
+    return True
+
+
+def draw(positions, count, rng):
+    """`count` of the positions at random. One that cannot be used is replaced by the rng's next choice that can."""
+    chosen = rng.sample(positions, count)
+    others = filter(is_sound, (rng.choice(positions) for _ in range(1000)))  # a tenth of them may be wrong, not all
+    return [p if is_sound(p) else next(others, None) or fail("too many lines are wrong, see above.") for p in chosen]
+
+
+def read_game(game, place):
     """The positions of the main line of a PGN's game."""
     board, found, history = game.board(), [], []
     if game.errors:
@@ -227,7 +254,7 @@ def load(source):
     positions, bad = [], []
     for number, entry in enumerate(entries, 1):
         try:
-            positions += read(entry, number)
+            positions += read(entry, (source, number))
         except ValueError as error:
             bad.append(f"{kind} {number}: {error}")
     count = f"{len(bad)} of {len(entries)} {kind}s"

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from contextlib import suppress
 from functools import lru_cache
 
@@ -31,28 +32,39 @@ def find():
 class Engine:
     """A Stockfish process with one thread, so that searches of equally many nodes give equal answers."""
 
+    TIMEOUT = 60  # seconds for an answer; a search of very many nodes gets more
     INFO = re.compile(r"info depth (\d+) .*multipv (\d+) score (cp|mate) (-?\d+)( \w+bound)?.* pv (\w+)")
 
     def __init__(self, path):
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self.process = subprocess.Popen([path], **pipes, start_new_session=True)  # which Ctrl-C does not reach
-        self.name = re.search("id name (.*)|$", "".join(self.answer("uci", "uciok")))[1]
+        options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, errors="replace")
+        try:
+            self.process = subprocess.Popen([path], **options, start_new_session=True)  # which Ctrl-C does not reach
+        except OSError as error:
+            raise EngineError(f"cannot be started ({error.strerror})") from None
+        names = [line[8:].strip() for line in self.answer("uci", "uciok") if line.startswith("id name ")]
+        self.name = names[0] if names else "unknown"
         for option in ("Threads value 1", "Hash value 16", f"MultiPV value {CANDIDATES}"):
             self.send(f"setoption name {option}")
 
     def send(self, command):
-        with suppress(OSError):  # it has died, which its missing answer will show
+        with suppress(OSError, ValueError):  # it has died or was closed, which its missing answer will show
             print(command, file=self.process.stdin, flush=True)
 
-    def answer(self, command, last):
-        """The engine's lines up to the one that begins with `last`."""
-        self.send(command)
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if line.startswith(last):
-                return lines
-        raise EngineError("died")
+    def answer(self, command, last, nodes=0):
+        """The engine's lines up to the one that begins with `last`. An engine that hangs or fails is closed."""
+        seconds, lines, hangs = self.TIMEOUT + nodes / 10**5, [], threading.Event()
+        alarm = threading.Timer(seconds, lambda: (hangs.set(), self.process.kill()))
+        alarm.start()
+        try:
+            self.send(command)
+            for line in self.process.stdout:
+                lines.append(line)
+                if line.startswith(last):
+                    return lines
+        finally:
+            alarm.cancel()
+        self.close()
+        raise EngineError(f"gave no answer for {seconds:g} seconds" if hangs.is_set() else "died")
 
     def close(self):
         self.process.kill()
@@ -68,7 +80,7 @@ class Engine:
         if afresh:
             self.send("ucinewgame")
         self.send(f"position fen {board.fen()}")
-        for match in filter(None, map(self.INFO.match, self.answer(f"go nodes {nodes}", "bestmove"))):
+        for match in filter(None, map(self.INFO.match, self.answer(f"go nodes {nodes}", "bestmove", nodes))):
             depth, rank, unit, score, bound, move = match.groups()
             score = int(score)
             score = score if unit == "cp" else MATE - score if score > 0 else -MATE - score

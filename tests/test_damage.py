@@ -11,6 +11,7 @@ import toy
 from architectures import count_parameters
 from examples.chat import chat
 from nanorook.folder import read_weights
+from nanorook.task import Question, check_questions
 from nanorook.tokenizer import Tokenizer
 from tools import evaluate
 
@@ -79,6 +80,10 @@ def table_of(folder):
 
 
 DAMAGE = {  # what is wrong: what meets it, and the sentence
+    "half of a character in a question": (
+        lambda folder: check_questions(toy, [Question("short", ("a", "\ud800"), 1)]),
+        "contains half of a character",
+    ),
     "skill.json is cut off": (table_of, "skill.json is damaged .JSONDecodeError"),
     "a weight map with a number": (weights, "index.json: damaged, or not an index"),
     "templates without names": (chat_with(chat_template=[{"template": "a"}]), "cannot be read: KeyError: 'name'"),

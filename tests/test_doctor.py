@@ -11,7 +11,7 @@ import train
 from nanorook.task import Grade
 from tools import doctor
 
-NAMES = "computing,questions,long completions,short completions,long rewards,short rewards,update,learning"
+NAMES = "computing,questions,form,long completions,short completions,long rewards,short rewards,update,learning"
 
 
 @pytest.fixture
@@ -106,13 +106,16 @@ def test_one_likely_answer_is_no_cap():
     assert not doctor.rewards(SimpleNamespace(answers=[likely] * 8, kind="short")).sentence
 
 
-def test_sides_that_differ_end_it_as_they_end_a_run(examine, monkeypatch):
-    with pytest.raises(SystemExit, match="the reference is not the start model"):
-        examine(reference=train.make_reference(toy.model(1)))
+def test_text_without_structure_does_not_start_a_run(examine, monkeypatch):
+    monkeypatch.setattr(toy, "grade", lambda question, text, hit_limit=False: Grade((), {"structure": 0.0}))
+    assert "answers are well-formed" in examine()["form"]
+
+
+def test_sides_that_differ_are_named_as_a_run_names_them(examine, monkeypatch):
+    said(examine(reference=train.make_reference(toy.model(1))), "update", "reference is not the start model")
     sample = doctor.sample
     monkeypatch.setattr(doctor, "sample", lambda m, q, g, n, _, *rest: sample(m, q, g, n, 1.0, *rest))
-    with pytest.raises(SystemExit, match="sampling and training disagree by"):
-        examine(TEMPERATURE=0.7)
+    assert "ampling and training disagree by" in examine(TEMPERATURE=0.7)["update"]
 
 
 def test_learning_rates_and_signs(examine, monkeypatch):

@@ -65,6 +65,9 @@ def test_other_keys_are_named_by_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "QUESTION", "problem")
     monkeypatch.setattr(jsonl, "ANSWER", "solution")
     assert sorted(sum(jsonl.load(str(tmp_path / "file.jsonl"), None), [])) == [("1 + 1?", "2")]
+    table = '\ufeffproblem,solution\r\n"1, 2 or\n3?",2\r\n'  # as a spreadsheet saves it
+    (tmp_path / "file.csv").write_bytes(table.encode())
+    assert sorted(sum(jsonl.load(str(tmp_path / "file.csv"), None), [])) == [("1, 2 or\n3?", "2")]
 
 
 def test_a_file_that_is_missing_or_damaged_ends_in_a_sentence(tmp_path):

@@ -1,4 +1,4 @@
-"""The loop learns, and what it learns is what the reward pays for (invariants 11 and 12), on examples/letters.py."""
+"""The loop learns, and what it learns is what the reward pays for (invariants 10 and 11), on examples/letters.py."""
 
 import random
 import types

@@ -138,6 +138,27 @@ def test_recorded_logprobs_are_those_of_the_training_forward(folder, dtype, toy_
     assert gap.max() < (1e-4 if dtype == torch.float32 else 0.2) and gap.mean() < 0.02
 
 
+def test_recomputed_blocks_give_the_same_gradients(folder, toy_settings):
+    model = adapted(folder)
+    rollout = generate(model, [[7] * n for n in (2, 9, 5)], 4, [12] * 3, noise=torch.rand(12, 12))
+    found = []
+    for model.recompute in (False, True):
+        model.zero_grad()
+        logprobs, _ = train.forward(model, rollout, 1.0)
+        logprobs.square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert equal(*found) and len(found[0]) == 2 * len(lora.matrices(model))
+
+
+def test_the_seed_determines_the_adapters(toy_model):
+    def A(seed):
+        model = architectures.load(toy_model)
+        lora.add(model, 2, seed, toy_model)
+        return {name: p for name, p in lora.trained_state(model).items() if name.endswith(".A")}
+
+    assert equal(A(0), A(0)) and not equal(A(0), A(1))
+
+
 # ---- A run -------------------------------------------------------------------------------------------------
 
 RUN = dict(LORA_RANK=4, LR=0.01, LR_SCHEDULE="constant", KL_COEF=0.1, EVAL_EVERY=0)

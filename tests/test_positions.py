@@ -1,10 +1,12 @@
 import gzip
 import random
+import types
 
 import chess
 import chess.pgn
 import pytest
 
+import rewards
 from examples import mates
 from rook import positions as P
 from rook.positions import Position
@@ -32,7 +34,7 @@ def test_expanded_boards_have_a_character_for_each_square_and_contract_again(pos
 
 
 def test_mirror_is_python_chess_mirror_and_an_involution(positions):
-    for position in positions[::3]:
+    for position in positions:
         mirrored, board = mirror(position), chess.Board(position.fen)
         assert mirrored.fen == board.mirror().fen() and mirror(mirrored) == position
         legal = {move.uci() for move in chess.Board(mirrored.fen).legal_moves}
@@ -112,7 +114,7 @@ def test_a_board_is_loaded_once_and_each_move_that_is_asked_of_it(tmp_path):
 def test_rookworlds_lines(positions, tmp_path, write):
     """As the original generator writes them, from the description of the format; with what is wrong there."""
     rng, lines, expected = random.Random(7), [], []
-    for p in positions[1:200]:
+    for p in positions[1:500]:
         moves = rng.sample(p.moves, len(p.moves))
         names, evals = " ".join(uci for uci, _ in moves), " ".join(str(cp / 100) for _, cp in moves)
         lines.append(f"P: {write(p.fen):90}M: {names:30}E: {evals:40}B: {p.moves[-1][0]}")  # the worst, as for Black
@@ -137,7 +139,8 @@ def test_fen_and_epd_lists(tmp_path):
     assert P.load(tmp_path / "fens") == expected
 
 
-def test_pgn(tmp_path):
+@pytest.mark.parametrize("name", ["games.pgn", "games.pgn.gz"])
+def test_pgn(tmp_path, name):
     rng, texts, expected = random.Random(0), [], {}
     for _ in range(12):
         board = chess.Board()
@@ -148,7 +151,7 @@ def test_pgn(tmp_path):
         game = chess.pgn.Game.from_board(board)
         game.add_variation(chess.Move.from_uci("a2a3"), comment="a comment")  # ignored
         texts.append(str(game))
-    assert P.load(save(tmp_path / "games.pgn.gz", texts)) == [*expected.values()]
+    assert P.load(save(tmp_path / name, texts)) == [*expected.values()]
 
 
 BAD_GAMES = ["1. e4 e4 *", "1. e4 -- *", '[FEN "what"]\n\n1. e4 *', '[Variant "Atomic"]\n\n1. e4 *']
@@ -189,12 +192,40 @@ def test_a_bad_file_is_refused_in_one_sentence(tmp_path, content, expected):
     assert message.startswith(f"error: {tmp_path}/bad") and "\n" not in message and len(message) < 420
 
 
-def test_mates_are_made_of_labelled_positions(tmp_path):
-    lines = [f"{MATE_IN_ONE};;a1a8:{MATE - 1}", f"{START};;e2e4:20"]
+def test_wrong_lines_that_were_not_verified_are_replaced_when_they_are_drawn(positions, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(P, "VERIFIED_LINES", 20)
+    monkeypatch.setattr(P, "UNVERIFIED", {})
+    lines = [write_position(position) for position in positions[:60]]
+    wrong = [f"{START};;e2e5:10", "rnbqkbnr/8p/8/8/8/8/8/RNBQKBNR w KQkq - 0 1;;a1a2:5"]
+    wrong += ["r3k2r/8/8/8/8/8/8/4K3 w qk - 0 1;;e1e2:5", "4k3/8/8/8/8/8/8/4K2R w K - 0 1;;e1h1:5"]
+    path = save(tmp_path / "some", [*lines[:30], *wrong, *lines[30:]])
+    items, config = P.load(path), types.SimpleNamespace(extra={"chess_format": "expanded"})
+    assert len(items) == 64 and capsys.readouterr().err == ""
+    drawn, again = (P.draw(items, 64, random.Random(1)) for _ in range(2))
+    assert drawn == again and {*drawn} <= {*positions[:60]} and len({*drawn}) > 56
+    said = capsys.readouterr().err.splitlines()  # once
+    for number, reason in zip(range(31, 35), ("illegal uci: 'e2e5'", "expected 8 columns per row", "way", "way")):
+        assert [line for line in said if line.startswith(f"{path}, line {number}, is left out: ") and reason in line]
+    assert len(said) == 4
+    sound = random.Random(1).sample(items, 64)
+    assert [new for old, new in zip(sound, drawn) if old in positions] == [p for p in sound if p in positions]
+    for task in rewards, mates:
+        ask = [("moves", position) for position in items]
+        for question in task.make_questions(ask, 64, random.Random(2), config):
+            if question.kind != "mates":  # which has positions of its own
+                assert P.contract_board(question.prompt[3:].split("M:")[0].split("+")[0].strip())[:20] in "".join(lines)
+    with pytest.raises(SystemExit, match="error: too many lines are wrong, see above"):
+        P.draw([position for position in items if position not in positions], 1, random.Random(0))
+
+
+def test_no_line_that_was_not_verified_becomes_a_mate(tmp_path, monkeypatch):
+    monkeypatch.setattr(P, "VERIFIED_LINES", 0)
+    mate, wrong = "6k1/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1", "6k1/8p/8/8/8/8/5PPP/R5K1 w - - 0 1"
+    lines = [f"{fen};;a1a8:{MATE - 1}" for fen in (wrong, mate)]
     mates.make(tmp_path / "mates.gz", [save(tmp_path / "some", lines)])
-    assert P.read_text(tmp_path / "mates.gz") == f"{MATE_IN_ONE}\n"
+    assert P.read_text(tmp_path / "mates.gz") == f"{mate}\n"
     with pytest.raises(SystemExit, match="no labelled position has a best move that mates; label positions"):
-        mates.make(tmp_path / "none.gz", [save(tmp_path / "some", lines[1:])])
+        mates.make(tmp_path / "none.gz", [save(tmp_path / "some", [f"{mate};;a1a7:10"])])
     assert not (tmp_path / "none.gz").exists()
 
 

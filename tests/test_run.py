@@ -186,6 +186,14 @@ def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path, monkeypatch
     assert continuation(tmp_path, True).startswith("the same command without FRESH=1 resumes from")
 
 
+def test_another_number_of_optimizers_does_not_continue_a_run(toy_run, monkeypatch):
+    toy_run(STEPS=1)
+    made = lambda model: [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]  # noqa: E731
+    monkeypatch.setattr(train, "make_optimizers", made)
+    with pytest.raises(SystemExit, match="started with 1 optimizer.s., but make_optimizers returns [0-9]+; start"):
+        toy_run(STEPS=2)
+
+
 def test_going_back_twice_finds_the_same_state(tmp_path):
     model, run = toy.model(), Run(tmp_path)
     optimizers = train.make_optimizers(model)

@@ -5,7 +5,7 @@ import chess.engine
 import pytest
 
 from rook import stockfish
-from rook.stockfish import NODES, Engine
+from rook.stockfish import NODES, Engine, EngineError
 from tools.chess_label import require
 from toy import program
 
@@ -59,6 +59,15 @@ def test_evaluations_come_from_one_finished_depth(tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("text", ["exec sleep 100", "exit 1"])
+def test_an_engine_that_fails_when_it_starts_leaves_no_process(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(Engine, "TIMEOUT", 1.0)
+    with pytest.raises(EngineError, match="died|gave no answer for 1 seconds"):
+        Engine(program(tmp_path / "engine", f"echo $$ > {tmp_path}/pid\n{text}"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 def test_a_missing_program_is_one_sentence(monkeypatch):
     monkeypatch.setenv("STOCKFISH_PATH", "/no/such")
     stockfish.labelling_engine.cache_clear()
@@ -71,9 +80,10 @@ def test_a_missing_program_is_one_sentence(monkeypatch):
     assert stockfish.label(OPENING) == ()  # grades by the rules alone
 
 
-@pytest.mark.parametrize("text", ["exit 1", "while read x; do echo uciok; echo bestmove e9e9; done"])
+@pytest.mark.parametrize("text", ["exit 1", "exec sleep 100", "while read x; do echo uciok; echo bestmove e9e9; done"])
 def test_a_run_whose_engine_fails_ends_in_one_sentence(tmp_path, monkeypatch, text):
     monkeypatch.setenv("STOCKFISH_PATH", program(tmp_path / "engine", text))
+    monkeypatch.setattr(Engine, "TIMEOUT", 0.1)
     stockfish.labelling_engine.cache_clear()
     with pytest.raises(SystemExit, match="error: Stockfish .*: label the positions beforehand with tools.chess_label"):
         stockfish.label(OPENING)

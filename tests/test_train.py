@@ -61,7 +61,7 @@ def test_out_of_memory_is_one_sentence(name, error, tmp_path, toy_model, monkeyp
 
 def test_a_run_is_the_same_each_time_and_its_seed_is_kept(toy_run, tmp_path):
     rows = toy_run("a")
-    assert rows != toy_run("c", SEED=1)
+    assert toy_run("b") == rows != toy_run("c", SEED=1)
     with pytest.raises(SystemExit, match="started with SEED=1; use that again, name another OUT_DIR, or start over"):
         toy_run("c", SEED=2)
     assert toy_run("c", SEED=0, FRESH=True) == rows

@@ -160,6 +160,7 @@ def prepare(w, prompts, device, dtype):
 # ---- TRL -----------------------------------------------------------------------------------------------------
 
 PLAIN = {"bf16": False, "gradient_checkpointing": False}
+SCALE_OF_TRL = {"std": "group"}  # where its word is another one
 TRL = {  # arguments of the model, and of GRPOConfig besides those of the workload
     "TRL, default": ({}, {}),  # fp32 weights, bf16 autocast, gradient checkpointing
     "TRL, float32": ({"dtype": "float32"}, PLAIN),
@@ -200,7 +201,8 @@ def trl_rounds(w, prompts, folder, device, runs, turn, who):
         output_dir=f"{folder}/out", use_cpu=device.type == "cpu", seed=0, model_init_kwargs=dict(model),
         per_device_train_batch_size=w.prompts * w.group // options.get("gradient_accumulation_steps", 1),
         num_generations=w.group, max_completion_length=w.new, temperature=train.TEMPERATURE, max_steps=runs + 1,
-        beta=w.kl, loss_type=train.LOSS, scale_rewards=train.SCALE_REWARDS, epsilon=train.CLIP_RANGE,
+        beta=w.kl, loss_type=train.LOSS, scale_rewards=SCALE_OF_TRL.get(train.SCALE_REWARDS, train.SCALE_REWARDS),
+        epsilon=train.CLIP_RANGE,
         epsilon_high=train.CLIP_RANGE_HIGH, learning_rate=train.LR, lr_scheduler_type="constant", adam_beta2=0.95,
         max_grad_norm=train.MAX_GRAD_NORM, report_to="none", save_strategy="no", logging_strategy="no",
         disable_tqdm=True, **options,

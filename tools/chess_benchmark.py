@@ -26,7 +26,7 @@ from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
 from nanorook.task import grade_answers
 from rook import mating
-from rook.positions import Position, distinct, mating_moves
+from rook.positions import Position, distinct, is_sound, mating_moves
 from tools import chess_games as games
 
 TRIES = 16  # answers to each question of pass@k
@@ -82,7 +82,7 @@ def read_puzzles(path, most):
                 return {"mate in one, BIG-bench": with_mate(boards)}
             file.seek(0)
             return read_lichess(csv.DictReader(file), most)
-    except (OSError, ValueError, LookupError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
         fail(f"{path} cannot be read as puzzles: {type(error).__name__}, {error}; expected BIG-bench's "
              "checkmate_in_one/task.json, or Lichess's CSV.")  # fmt: skip
 
@@ -123,9 +123,10 @@ def main():
     rng = random.Random(0)
     chosen = rng.sample(held, min(a.positions, len(held)))
     pool = distinct([*held, *(mating.embedded()[1] if "builtin" in a.data else [])])
-    asked = {"mate in one": with_mate(chess.Board(p.fen) for p in rng.sample(pool, len(pool)))}
+    asked = {"mate in one": with_mate(chess.Board(p.fen) for p in rng.sample(pool, len(pool)) if is_sound(p))}
     for file in a.puzzles:
-        asked |= read_puzzles(file, a.positions)
+        for row, puzzles in read_puzzles(file, a.positions).items():
+            asked[row] = [*asked.get(row, []), *puzzles]
     asked = {row: puzzles[: a.positions] for row, puzzles in asked.items() if puzzles}
     openings, columns = games.openings(held, min(a.self_play, a.positions)), {}
     for title, model in zip("AB", models):

@@ -14,7 +14,7 @@ from pathlib import Path
 import chess
 import chess.pgn
 import torch
-from chess.engine import Limit, SimpleEngine
+from chess.engine import EngineError, Limit, SimpleEngine
 from tqdm import tqdm
 
 import architectures
@@ -24,7 +24,7 @@ from nanorook.settings import fail, number, output_file
 from nanorook.statistics import interval, spread, with_interval
 from nanorook.tables import table
 from rollout import sample
-from rook.positions import distinct, load_unfinished, split
+from rook.positions import distinct, is_sound, load_unfinished, split
 from tools.chess_label import require
 
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
@@ -52,7 +52,7 @@ def openings(positions, count):
     """The earliest positions in which the game is not over, each board once."""
     early = sorted(positions, key=lambda position: int(position.fen.split(" ")[-1]))
     early = distinct(position._replace(asked=None) for position in early)
-    going_on = (p for p in early if not is_over(chess.Board(p.fen)))
+    going_on = (p for p in early if is_sound(p) and not is_over(chess.Board(p.fen)))
     return list(itertools.islice(going_on, count))
 
 
@@ -145,4 +145,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except EngineError as error:
+        fail(f"Stockfish failed: {error}.")

@@ -19,6 +19,7 @@ import sys
 import threading
 import zlib
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import chess
@@ -101,6 +102,8 @@ def resume(partial, header):
     line that was not finished is cut off."""
     if not partial.exists():
         partial.write_text(f"{header}\n")
+    if "\n" not in partial.read_text():  # it was killed as it wrote the header
+        partial.write_text(f"{header}\n")
     whole = partial.read_text().rpartition("\n")[0]
     first, *units = whole.split("\n")
     if first != header:
@@ -117,7 +120,7 @@ def run(args):
     probe.close()
     settings = {"engine": probe.name, "nodes": args.nodes, "positions": args.positions, "seed": args.seed}
     if args.source:
-        loaded = (p for name in args.source for p in positions.load(name))
+        loaded = (p for name in args.source for p in positions.load(name) if positions.is_sound(p))
         given = positions.distinct(p._replace(asked=None) for p in loaded)  # a label belongs to a board
         settings["from"] = zlib.crc32(repr(given).encode())
         wanted = min(args.positions or len(given), len(given))
@@ -155,7 +158,8 @@ def run(args):
         fail(f"there is nothing to label: no position of {' '.join(args.source)} has a legal move.")
     positions.write_lines(out, lines)
     os.remove(partial)  # only now: a file beside its .partial is written again
-    print(f"{out}: {len(lines)} positions ({wanted - len(lines)} left out: seen before, or no legal move).")
+    left_out = f" ({wanted - len(lines)} left out: seen before, or no legal move)" * (len(lines) < wanted)
+    print(f"{out}: {len(lines)} positions{left_out}.")
 
 
 def main():
@@ -172,6 +176,11 @@ def main():
         run(args)
     except EngineError as error:
         fail(f"Stockfish {error}; the same command continues from {args.out}.partial.")
+    except BrokenProcessPool:
+        fail(f"a worker was killed, perhaps for lack of memory: lower --workers; the same command continues from "
+             f"{args.out}.partial.")  # fmt: skip
+    except OSError as error:
+        fail(f"{args.out} cannot be written ({error.strerror}); the same command continues from {args.out}.partial.")
     except KeyboardInterrupt:
         print(f"\nStopped; the same command continues from {args.out}.partial.", file=sys.stderr, flush=True)
         os._exit(130)  # workers end with this process, and do not finish their units

@@ -54,7 +54,8 @@ def arguments():
     p.add_argument("--layers", type=count, default=absent, help="of a new model (6; GPT-2 124M has 12)")
     p.add_argument("--width", type=count, default=absent, help="of a new model (256; GPT-2 124M has 768)")
     p.add_argument("--heads", type=count, default=absent, help="of a new model (8; GPT-2 124M has 12)")
-    p.add_argument("--positions", type=number(int, LONGEST), default=absent, help="(320; GPT-2 124M has 1024)")
+    tokens = "most tokens of a text, of a new model (320; GPT-2 124M has 1024)"
+    p.add_argument("--positions", type=number(int, LONGEST), default=absent, help=tokens)
     p.add_argument("--steps", type=count, default=32000, help="number of steps, from the beginning of the run")
     p.add_argument("--decay", type=rate, default=0.3, help="the last share of steps, over which the rates fall to zero")
     p.add_argument("--rows", type=number(int, 8), default=32, help="number of texts in a step; 1024 suits a GPU")
@@ -134,6 +135,8 @@ def main():
     trainer = args.out / "trainer.pt"  # what a run needs to resume
     if (args.out / "config.json").exists() and not trainer.exists():
         fail(f"{args.out} holds a model that this program has not made; name another folder to write to.")
+    if args.out.is_file():
+        fail(f"{args.out} is a file; name a folder.")
     args.out.mkdir(parents=True, exist_ok=True)
     device, dtype = hardware.prepare()
     torch.manual_seed(args.seed)
@@ -141,7 +144,8 @@ def main():
     text_format, n_positions = rewards.chess_format(model.config), model.config.n_positions
     if n_positions < LONGEST:
         fail(f"--init: {args.init} has {n_positions} positions, but a text may need {LONGEST}; name another model.")
-    labelled, _ = positions.split(p for source in args.data for p in positions.load(source) if p.moves)
+    loaded = (p for source in args.data for p in positions.load(source) if p.moves and positions.is_sound(p))
+    labelled, _ = positions.split(loaded)
     if not labelled:
         fail("the data has no labelled positions to train on; label some with tools.chess_label.")
     rare = texts.rare_kinds(labelled)
@@ -164,6 +168,8 @@ def main():
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         model.save(args.out, weights_dtype)  # the run may have been killed after trainer.pt
+        if step > args.steps:
+            fail(f"{args.out} holds {step} steps; raise --steps.")
         tqdm.write(f"resumed {args.out} at step {step}")
     forward = torch.compile(hidden, dynamic=True) if hardware.compiles("auto", device) else hidden
 

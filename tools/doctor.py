@@ -73,24 +73,29 @@ def run_checks(model, reference, optimizers, questions):
         yield halfway(model)
     yield computing(model, questions[0])
     rollouts = list(ask(model, questions))
-    yield truths(questions, [answer for rollout in rollouts for answer in rollout.answers])
+    answers = [answer for rollout in rollouts for answer in rollout.answers]
+    yield truths(questions, answers)
+    malformed = monitor.check_answers(monitor.describe_answers(answers, train.GROUP_SIZE), train.task.LIMITS)
+    yield check("form", {}, (malformed, f"{malformed[:1].upper()}{malformed[1:]}"))
     for rollout in rollouts:
         yield completions(model, rollout)
     for rollout in rollouts:
         yield rewards(rollout)
 
-    # The first step of a run, which ends with a sentence if sampler, policy and reference disagree
+    # The first step of a run
     most = train.plan_memory(model, questions)
     kinds = {}
     for rollout in rollouts:  # questions of one kind may stop at different texts
         kinds.setdefault(rollout.kind, []).extend(microbatches(rollout, most, all_have_gradient=True))
     before = {kind: logprobs(model, parts) for kind, parts in kinds.items()}
     old, old_reference = copy.deepcopy((model.state_dict(), reference.state_dict() if reference else {}))
-    metrics = train.update(model, reference, optimizers, rollouts, most, check=True)
+    metrics = train.update(model, reference, optimizers, rollouts, most)
+    disagree = monitor.check_agreement(metrics, model.dtype)
     change = get_total_norm(tensor - old[name] for name, tensor in model.state_dict().items()).item()
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in old_reference.items())
     yield check(
         "update", {"lr": train.LR, "gradient": metrics["grad_norm"], "change": change},
+        (disagree, f"{disagree[:1].upper()}{disagree[1:]}"),
         (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
         (metrics["grad_norm"] == 0, "The gradient is 0: give partial credit or raise GROUP_SIZE; rewards must differ."),
         (metrics["skipped"] or metrics["broken"], f"Gradient or weights are not finite: lower LR={train.LR:g}."),
@@ -171,7 +176,8 @@ def completions(model, rollout):
     for answer, tokens, mask in zip(rollout.answers, rollout.completions, rollout.completion_mask):
         row = tokens[mask].tolist()
         ends = [place for place, token in enumerate(row) if place >= stops.get(token, len(row))]
-        unmasked += ends != ([] if answer.hit_limit else [len(row) - 1])
+        expected = [] if answer.hit_limit else [len(row) - 1]
+        unmasked += ends != expected
         foreign += detokenize(model.tokenizer, row)[0] != answer.text
     return check(
         f"{rollout.kind} completions",

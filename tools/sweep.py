@@ -40,7 +40,7 @@ def make(folder, arguments, first):
     `first` run of its setting."""
     if not finished(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        print(f"{folder}, see {folder.name}.log there", flush=True)
+        print(f"{folder}, with its output in {folder}.log", flush=True)
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
             subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it at Ctrl-C
