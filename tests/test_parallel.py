@@ -89,7 +89,7 @@ def test_where_one_runs_out_of_memory_all_end(several):
         "another process of this run has ended",
     ):
         assert re.search(
-            f"^error: {sentence}.*; the same command starts the run from the beginning.$", several[2], re.MULTILINE
+            f"^error: {sentence}.*[;,] the same command starts the run from the beginning.$", several[2], re.MULTILINE
         )
     assert "Traceback" not in several[2]
 
