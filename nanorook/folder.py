@@ -76,7 +76,7 @@ def read_json(file):
         content = dict(json.loads(file.read_text(encoding="utf-8")))
         return copy.deepcopy(content)  # copies of the model contain it, so excessive nesting has to show here
     except (ValueError, TypeError, OSError, RecursionError) as error:
-        fail(f"{file} cannot be read as a JSON object ({error}); name a model folder as transformers saves it.")
+        fail(f"{file}: cannot be read as a JSON object ({error}); name a model folder as transformers saves it.")
 
 
 def check_supported(file, content, supported):
