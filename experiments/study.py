@@ -104,7 +104,7 @@ def run_and_control_rows(start, runs, controls):
 
 def change_rows(start, models):
     """What became of the start's policy, with a row for each setting."""
-    rows = [["%, but α", *CHANGES.values()]]
+    rows = [["in %, except α", *CHANGES.values()]]
     for title, policies in models.items():
         cells = dict(compare.change_rows(start, policies))
         rows.append([title, *(cells.get(name, "–") for name in CHANGES)])
