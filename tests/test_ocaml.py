@@ -247,7 +247,8 @@ def test_the_usual_verifier_lets_through_what_the_table_says(tmp_path):
 def test_the_documentation_counts_the_hacks():
     page = (toy.ROOT / "docs" / "incidents.md").read_text()
     free = [name for name, (_, ours, usual) in HACKS.items() if usual == 1 and not ours]
-    assert f"have {len(HACKS)} answers to one problem that try to cheat, of which {len(free)} pass" in " ".join(page.split())
+    sentence = f"have {len(HACKS)} answers to one problem that try to cheat, of which {len(free)} pass"
+    assert sentence in " ".join(page.split())
     table = page.partition("| hack |")[2].partition("\n\n")[0]
     told = dict(re.findall(r"^\| ([^|-]+) \| ([^|]+ \| [^|]+) \|$", table, re.MULTILINE))
     assert len(told) >= 5
