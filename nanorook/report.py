@@ -162,7 +162,7 @@ def plot(runs, metric, title, unit=""):
         return ""
     points = [point for *_, points in curves for point in points]
     low = min(0, *(value for _, value, _ in points))
-    high = max(0, *(value + half for _, value, half in points if half < math.inf))
+    high = max([0, *(value + half for _, value, half in points if half < math.inf)])
     if max(value for _, value, _ in points) <= 1:  # perhaps a share, of which an interval may reach too far
         high = min(1, high)
     if high == low:  # all values are 0

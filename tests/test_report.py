@@ -3,6 +3,7 @@ import math
 import random
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,14 @@ def test_what_was_run_and_how_it_went(run, monkeypatch):
     said = re.findall(r'<li><i class="(\w+)"></i>(.*?) <span class="soft">(.*?)</span>', text)
     assert said[1:] == [("yellow", "look &lt;here&gt;", "step 7"), ("red", "skipped", "step 9")]
     assert not re.search(r'(src|href)="(?!#)|url\(|@import|https?://(?!www\.w3\.org)|<script', text)  # needs no network
+
+
+def test_an_axis_holds_negative_values_large_ones_and_a_question_without_an_interval():
+    curves = {"reward": {"training": [(1, -1.0, 0), (2, -1.0, 0)]}, "speed": {"training": [(1, 15210.0, 0)]}}
+    curves["skill"] = {"T=0": [(0, 0.5, math.inf)]}
+    one = report.Run(Path("a"), "a", [{"step": 2}], [], {}, {}, {}, curves)
+    shown = {metric: report.plot([one], metric, metric) for metric in curves}
+    assert ">-1<" in shown["reward"] and ">15,210<" in shown["speed"] and "<circle" in shown["skill"]
 
 
 def test_held_out_skill_stands_beside_training_with_its_intervals(run):
