@@ -199,8 +199,7 @@ def what_is_missing(model, device, *needs):
         if with_adapters <= free:
             remedy = f"set LORA_RANK={LORA_RANK}, which needs at least {with_adapters / 1e9:.1f} GB."
     return (f"this model needs at least {needed / 1e9:.1f} GB of memory, but {device} has only {free / 1e9:.1f} "
-            "available, so "
-            f"{(needed - free) / 1e9:.1f} GB are missing: {remedy}")  # fmt: skip
+            f"available, so {(needed - free) / 1e9:.1f} GB are missing: {remedy}")  # fmt: skip
 
 
 def compiles(wanted, device):

@@ -41,7 +41,8 @@ class Check(NamedTuple):
 
 def check(name, figures, *wrong):
     """`wrong`: (condition, sentence) pairs, causes before their consequences; the first that is true is reported."""
-    return Check(name, next((sentence for condition, sentence in wrong if condition), ""), figures)
+    sentence = next((sentence for condition, sentence in wrong if condition), "")
+    return Check(name, sentence[:1].upper() + sentence[1:], figures)  # a run prints such sentences after "error: "
 
 
 def prepare(count):
@@ -76,7 +77,7 @@ def run_checks(model, reference, optimizers, questions):
     answers = [answer for rollout in rollouts for answer in rollout.answers]
     yield truths(questions, answers)
     malformed = monitor.check_answers(monitor.describe_answers(answers, train.GROUP_SIZE), train.task.LIMITS)
-    yield check("form", {}, (malformed, f"{malformed[:1].upper()}{malformed[1:]}"))
+    yield check("form", {}, (malformed, malformed))
     for rollout in rollouts:
         yield completions(model, rollout)
     for rollout in rollouts:
@@ -95,7 +96,7 @@ def run_checks(model, reference, optimizers, questions):
     moved = any(not torch.equal(tensor, reference.state_dict()[name]) for name, tensor in old_reference.items())
     yield check(
         "update", {"lr": train.LR, "gradient": metrics["grad_norm"], "change": change},
-        (disagree, f"{disagree[:1].upper()}{disagree[1:]}"),
+        (disagree, disagree),
         (moved, "The reference moved with the policy, as they share weights, so the KL means nothing: make it a copy."),
         (metrics["grad_norm"] == 0, "The gradient is 0: give partial credit or raise GROUP_SIZE; rewards must differ."),
         (metrics["skipped"] or metrics["broken"], f"Gradient or weights are not finite: lower LR={train.LR:g}."),
@@ -163,8 +164,7 @@ def truths(questions, answers):
         "questions", {"count": len(questions), "with a reference answer": len(questions) - unknown},
         (stub, f"All {' and '.join(stub)} questions have the same reference answer: check DATA={train.DATA}."),
         (unknown, f"{unknown} have no reference answer: if grade needs one, right answers get no reward, so check the "
-                  "labels of "
-                  f"DATA={train.DATA}."),
+                  f"labels of DATA={train.DATA}."),
     )  # fmt: skip
 
 
@@ -184,8 +184,8 @@ def completions(model, rollout):
         {"count": len(rollout.answers), "tokens": rollout.completion_mask.sum().item()},
         (unmasked,
          f"In {unmasked} answers the mask leaves out the end token, so it is not trained: make masks from lengths."),
-        (foreign, f"In {foreign} answers the tokens are not the text that was graded: keep the sampled ids as they "
-                  "are."),
+        (foreign,
+         f"In {foreign} answers the tokens are not the text that was graded: keep the sampled ids as they are."),
     )  # fmt: skip
 
 
