@@ -1,7 +1,8 @@
 """GRPO as pure functions on tensors: credit, advantages, the policy losses, KL, entropy.
 
 Rows are completions: N = B·G of them, the G of a group next to each other. T is the number of completion tokens,
-V the size of the vocabulary.
+V the size of the vocabulary. A reward is the sum of K named pieces, such as form and correctness, each of which judges
+some of the answer's words, see credit(). `values` (N, K) are what the pieces gave. With K = 1, this is plain GRPO.
 A `mask` (N, T) is true on completion tokens, the end token included. Values outside it never count, not even NaN.
 Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """
@@ -66,15 +67,20 @@ def weights_by_rank(G, scale, best_of):
 
     A reward is the lowest one plus the differences between neighbours on the way up to it. Here each difference is
     multiplied by a weight first, and an advantage is such a sum minus the group's mean. With weights of 1 it is the
-    reward minus the mean. Say that the rewards are 0, 0 and 1: there is one difference, and c = 1 answer stands above
-    it. The fewer stand above a difference, the more the others gain from it as the best of several answers, so:
+    reward minus the mean. Say that the rewards are 0, 0 and 1: the differences are 0 and 1, and c = 1 answer stands
+    above the second one. The fewer answers stand above a difference, the more one more of them raises the best of
+    several, so the larger its weight:
 
     scale   best_of  weight                                 the advantages then follow the gradient of
-    "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G (Walder & Karkhanis, 2025)
-    "mean"  1        G / c                                  ∫ log P(reward > x) dx (MaxRL, arXiv 2602.02710) without
-                                                            terms of order G and above in 1 - P: Σ E[best of j] / j
-    "mean"  k        w(j) / (1 - j/G), summed over          ∫ log P(best of k > x) dx / k, likewise
+    "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G
+    "mean"  1        w(j) / (1 - j/G), summed over          ∫ log P(reward > x) dx without terms of order G and
+                     j = 1, 2, 3, ... < G; equals G / c     above in 1 - P: Σ E[best of j] / j
+    "mean"  k        the same, summed over                  ∫ log P(best of k > x) dx / k, likewise
                      j = k, 2k, 3k, ... < G
+
+    The first row uses the rewards s of Walder & Karkhanis (2025), times G/k, but subtracts the group's mean instead of
+    their baselines; that leaves the factor 1/k - 1/G, and the KL weighs more by its inverse. With rewards of 0 and 1,
+    the second divides by the group's mean, which is MaxRL (arXiv 2602.02710); the integral is for any rewards.
     """
     if scale == "mean":
         multiples = range(best_of, G, best_of)  # k, 2k, 3k, ... < G
@@ -168,13 +174,14 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, cli
 
     grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
              (Shao et al., 2024): a token of a long completion weighs less
-    dapo     the same, mean over all tokens of the batch (Yu et al., 2025); its "clip-higher" is clip_high > clip_low
+    dapo     the same, mean over all tokens of the batch, as DAPO's code does (Yu et al., 2025; the paper's formula
+             takes it within each group); its "clip-higher" is clip_high > clip_low
     dr_grpo  the same, divided by N · the longest completion allowed: no bias by length (Liu et al., 2025)
     cispo    the ratio is capped at 1 + clip_high and becomes a constant weight of the policy gradient, so that no
              token loses its gradient; mean over all tokens (MiniMax-M1, 2025)
 
     With one update per batch, the policy is the one that sampled: all ratios are 1, nothing is clipped, and each loss
-    has the gradient of -A·log p. They differ only in how they average over tokens.
+    has the gradient of -A·log p, times `importance`. They differ only in how they average over tokens.
     """
     mask = mask.bool()
     advantages = advantages.view(len(mask), -1)  # (N, T), or (N, 1): one for a whole answer
@@ -259,15 +266,17 @@ def kl(logprobs, ref_logprobs, mask, estimator):
 
 
 def distribution(logits, temperature):
-    """Logprobs (..., V) of the next token, for the sampler and the loss alike. To sample in another way, such as top-p,
-    change this function alone; a token that has been sampled must keep a finite logprob."""
+    """Logprobs (..., V) of the next token, for sampler, policy and reference alike. To sample in another way, change
+    this function alone. If it cuts tokens off, as top-p does, give them a low but finite logprob, and set KL_COEF=0:
+    an updated policy, and more so the reference, would cut off some tokens that have been sampled."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
     return (logits / temperature).log_softmax(-1)
 
 
 def logprobs_of_logits(logits, tokens, temperature):
     """Logprobs of the tokens and entropies of the distribution, both (N, T), from logits (N, T, V). The entropy has no
-    gradient: it is a metric. (To train it, use -(p * logp).sum(-1): where p is 0, the gradient of entr is NaN.)"""
+    gradient: it is a metric. (To train it, use -(logp.exp() * logp).sum(-1), as the gradient of entr is NaN where p is
+    0, and set `all_have_gradient` in train.update().)"""
     logp = distribution(logits, temperature)  # (N, T, V)
     p = logp.detach().exp()  # (N, T, V)
     entropy = torch.special.entr(p).sum(-1)  # (N, T); entr(p) = -p log p, and 0 at p = 0

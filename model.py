@@ -59,7 +59,7 @@ class Prefix:
     layers: list  # for each layer its keys and values, both (B, H, P - 1, D)
     last_tokens: torch.Tensor  # (B, 1) which each row feeds to the model itself, to predict its first new token
     lengths: torch.Tensor  # (B,) tokens of each prompt, without its last one
-    bias: torch.Tensor  # (B, 1, 1, P - 1) added to attention scores: 0 on a prompt's tokens, -inf on its padding
+    bias: torch.Tensor  # (B, 1, 1, P - 1) added to attention scores: 0 on the shared tokens, -inf on what follows them
 
 
 class Linear(nn.Linear):
@@ -223,7 +223,7 @@ class GPT(nn.Module):
     def prefill(self, prompts, lengths):
         """The Prefix of B prompts: `prompts` (B, P) padded on the right, their lengths (B,). Gradients flow through it.
         Padding follows a prompt, so causal attention keeps it out of the prompt's keys."""
-        tokens = prompts[:, :-1]  # (B, P - 1)
+        tokens = prompts[:, :-1]  # (B, P - 1); a short prompt's last token is still in it, and hidden by the bias
         last_tokens = prompts.gather(1, lengths[:, None] - 1)  # (B, 1)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         layers = {}
@@ -233,8 +233,8 @@ class GPT(nn.Module):
             return causal_attention(layer, q, k, v)
 
         self.trunk(tokens, positions, attend_and_keep)
-        is_prompt = positions < lengths[:, None] - 1  # (B, P - 1)
-        bias = torch.where(is_prompt, 0.0, -math.inf)[:, None, None]  # (B, 1, 1, P - 1)
+        is_shared = positions < lengths[:, None] - 1  # (B, P - 1)
+        bias = torch.where(is_shared, 0.0, -math.inf)[:, None, None]  # (B, 1, 1, P - 1)
         return Prefix([*layers.values()], last_tokens, lengths - 1, bias)
 
     def score(self, prompts, lengths, completions):
@@ -283,6 +283,7 @@ class GPT(nn.Module):
         """Positions (N, T) of the inputs `t` of each row, of which number 0 is its prompt's last token. A row beyond
         n_positions has ended."""
         rows_of_a_prompt = N // len(prefix.lengths)
+        # The prompt's last token follows the `lengths` tokens before it, so counted from 0 this is its position
         first = prefix.lengths.repeat_interleave(rows_of_a_prompt)[:, None]  # (N, 1)
         return (first + t).clamp(max=self.config.n_positions - 1)
 

@@ -25,11 +25,11 @@ GROW_BY = 16  # tokens by which the cache grows on a CPU; attention reads all of
 class Answer(NamedTuple):
     """A row of a Rollout as text."""
 
-    question: tuple  # the task's Question
+    question: tuple  # nanorook.task.Question
     text: str  # without the tokenizer's end token; a token with the question's `stop` is part of it
     char_ends: list  # for each token the number of characters up to its end
     hit_limit: bool  # the answer was cut off at its limit
-    grade: Any = None  # the task's Grade
+    grade: Any = None  # nanorook.task.Grade, which the task's grade() returns
 
 
 @dataclass
@@ -44,9 +44,11 @@ class Rollout:
     hit_limit: torch.Tensor  # (N,) True for rows that were cut off at their limit
     answers: list = field(default_factory=list)  # the N rows as text
 
-    # What the step adds to it, in this order
+    # What the step adds to it
     advantages: torch.Tensor | None = None  # (N, T)
     kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
+
+    # What the update adds to its parts, which microbatches() makes of it and which are Rollouts, too
     has_gradient: bool = True  # False if all advantages are 0, and no KL is trained
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference
@@ -290,10 +292,10 @@ def draw(logprobs, uniform):
 
 
 def microbatches(rollout, most_tokens, all_have_gradient):
-    """The rollout in parts of whole groups: those with a gradient first, then by their longest answer. A part has at
-    most `most_tokens`, padding included (on a CPU, equal answers of a group count once); a larger group is a part of
-    its own. Unless `all_have_gradient`, groups whose advantages are all 0 have none; these are run for metrics, in
-    parts of their own."""
+    """The rollout in parts, Rollouts of some of its groups: those with a gradient first, then by their longest answer.
+    A part has at most `most_tokens`, padding included (on a CPU, equal answers of a group count once); a larger group
+    is a part of its own. Unless `all_have_gradient`, groups whose advantages are all 0 have none; these are run for
+    metrics, in parts of their own."""
     B, G = len(rollout.prompts), rollout.group_size
     longest = rollout.completion_mask.sum(1).view(B, G).amax(1)  # (B,) tokens of each group's longest answer
     is_zero = (rollout.advantages == 0).view(B, -1).all(1)  # (B,) groups whose advantages are all 0

@@ -13,9 +13,9 @@ Sizes: B prompts, G answers to each (its group), N = B·G rows, P prompt tokens,
 reward, V tokens in the vocabulary. B, N, P, T and K are counted over a step, one kind of question or one microbatch,
 whichever the tensor belongs to. A completion is tokens, an answer is the same as text; "row" means either.
 
-Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; microbatches
-do not change the loss; the first step checks that sampler, policy and reference agree; a run that breaks goes back to
-its last good state. Left out: a value model, a replay buffer, a separate inference engine.
+Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; each token is
+weighted by what the sampler's rounding has changed (grpo.importance_weights); microbatches do not change the loss; the
+first step checks that sampler, policy and reference agree; a run that breaks goes back to its last good state. Left out: a value model, a replay buffer, a separate inference engine.
 """
 
 import copy
@@ -88,7 +88,7 @@ heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "what a token is credited with; piece: the components of the reward that judge it; answer: the whole reward, as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=grpo.SCALES)
-BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
+BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one; this makes advantages about k times as small, so lower KL_COEF with them, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH", low=0)
@@ -138,7 +138,7 @@ def main():
         step = run.step
         time_started = time.perf_counter()
 
-        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question (and stop)
+        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question
         questions, noise = my_questions(items, step, model.config)
         sampler.sync_from(model)
         rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
