@@ -2,7 +2,8 @@
 
 Rows are completions: N = B·G of them, the G of a group next to each other. T is the number of completion tokens,
 V the size of the vocabulary. A reward is the sum of K named pieces, such as form and correctness, each of which judges
-some of the answer's words, see credit(). `values` (N, K) are what the pieces gave. With K = 1, this is plain GRPO.
+some of the answer's words, see credit(). `values` (N, K) are what the pieces gave. With K = 1, credit is that of plain
+GRPO; README lists what else differs from the paper, and the setting that restores it.
 A `mask` (N, T) is true on completion tokens, the end token included. Values outside it never count, not even NaN.
 Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """
@@ -31,11 +32,13 @@ MAX_IMPORTANCE = 2.0  # upper bound of p_train / p_rollout, see importance_weigh
 
 
 def advantages(values, group_size, scale="none", best_of=1):
-    """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K).
+    """The values (N, K) of K pieces of N rewards, compared within groups of G -> advantages (N, K). The N answers are
+    those of one Rollout, so of one kind of question and one process: a statistic of more than a group would have to be
+    summed over rollouts and processes first, as train.update() does for the normalizer.
 
     By default an advantage is a value minus its group's mean, and exactly 0 where all values of a group are alike.
     (RLOO, which subtracts the mean of the other answers, is the same times G/(G-1).) scale="std" also divides by the
-    standard deviation of the group's rewards, as GRPO was introduced (Shao et al., 2024, DeepSeekMath); that favours
+    group's standard deviation, see deviation(), as GRPO was introduced (Shao et al., 2024, DeepSeekMath); that favours
     questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k give what is rare more
     weight, see weights_by_rank().
     """
@@ -56,8 +59,8 @@ def advantages(values, group_size, scale="none", best_of=1):
 
 
 def deviation(groups):
-    """The standard deviation of each group's rewards, (B, 1, 1) from (B, G, K). With several pieces it is the root
-    of the sum of their variances, as the variance of their sum may be 0."""
+    """The root of the summed variances of each group's pieces, (B, 1, 1) from (B, G, K). With one piece it is the
+    standard deviation of the rewards; with several, the variance of their sum may be 0."""
     variance = groups.var(1).sum(1)  # (B,)
     return variance.sqrt()[:, None, None]
 
@@ -73,8 +76,8 @@ def weights_by_rank(G, scale, best_of):
 
     scale   best_of  weight                                 the advantages then follow the gradient of
     "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G
-    "mean"  1        w(j) / (1 - j/G), summed over          ∫ log P(reward > x) dx without terms of order G and
-                     j = 1, 2, 3, ... < G; equals G / c     above in 1 - P: Σ E[best of j] / j
+    "mean"  1        w(j) / (1 - j/G), summed over          ∫ log P(reward > x) dx, which is Σ E[best of j] / j up to a
+                     j = 1, 2, 3, ... < G; equals G / c     constant, as log P = -Σ (1 - P)^j / j; without j >= G
     "mean"  k        the same, summed over                  ∫ log P(best of k > x) dx / k, likewise
                      j = k, 2k, 3k, ... < G
 
@@ -106,7 +109,8 @@ def advantages_by_rank(groups, weights):
     answers differ in them, so an answer's pieces add up to its advantage in the group of whole rewards.
     Answers with equal rewards form a block, and their mean takes their place in that order. An answer differs from its
     block's mean in single pieces only, and is paid for that by the mean of the weights inside the block. The result
-    is the mean over all orders in which the answers of a block could stand.
+    is the mean over all orders in which the answers of a block could stand: an answer is as often at each place, so
+    every difference inside the block lies below it equally often.
 
     Where each piece judges the whole answer, this is the exact gradient that weights_by_rank() names. Where a
     piece judges words of its own, it is credit assignment, and those words may be paid against the piece's own
@@ -287,8 +291,8 @@ def logprobs_of_logits(logits, tokens, temperature):
 def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2**28):
     """The same from hidden states (N, T, C), of which `head` makes the logits.
 
-    Logits are the largest tensors of all. Their fp32 copies exist for a few rows at a time, and so do the logits
-    themselves beyond `most_logits` numbers; the backward pass computes both again."""
+    Logits are the largest tensors of all. If there are at most `most_logits` numbers, they are made once and kept, and
+    only their fp32 copies are made a few rows at a time, again in the backward pass. If there are more, so are they."""
     at_once = tokens.numel() * V <= most_logits
     inputs = head(hidden) if at_once else hidden  # (N, T, V) or (N, T, C)
 

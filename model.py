@@ -335,8 +335,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def sync_from(self, model):
         """Copies the weights of `model`, which have changed since this copy was made."""
-        lora.load_trained_state(self, lora.trained_state(model))
-        if not self.lora:  # which leaves the head as it is
+        lora.load_trained_state(self, lora.trained_state(model))  # all weights, or with LORA_RANK the adapters
+        if not self.lora:  # adapters leave the head as it is
             self.unembedding.copy_(model.head_weight)
 
     # config.json and the names of tensors, in and out; a subclass with another folder format overrides these four.

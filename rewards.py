@@ -2,7 +2,8 @@
 
 Another task is another file of this kind, TASK=FILE.py; the contract that all of them follow is in nanorook/task.py.
 
-Two kinds of questions, and two more that ask for the first candidate of a policy answer alone:
+Two kinds of questions, named as in RookWorld's data ("policy" is elsewhere the model in training), and two more that
+ask for the first candidate of a policy answer alone:
 
     policy        P: a position             ->  five candidate moves, their evaluations, the best of them
     environment   A: a position and a move  ->  the next position, reward, terminated, truncated
@@ -55,10 +56,10 @@ show = board.draw  # on the pages of tools.report
 
 
 def load(source, config):
-    """(training items, held-out items), each (pool, position): "mates" is the pool for questions about mates, "moves"
-    the one for all other kinds."""
+    """(training items, held-out items), each (pool, position): "mates" is the pool for questions about mates,
+    "ordinary" the one for all other kinds."""
     items = mating.beside(source, *positions.split(positions.load_unfinished(source)))
-    warn_of_missing_labels([p for side in items for kind, p in side if kind == "moves"])
+    warn_of_missing_labels([p for side in items for pool, p in side if pool == "ordinary"])
     return items
 
 
@@ -81,7 +82,7 @@ def make_questions(items, count, rng, config):
     """Questions about different positions: environment, policy, moves; and mates, about positions of their own."""
     text_format = chess_format(config)
     with_mate = [position for pool, position in items if pool == "mates"]
-    ordinary = [position for pool, position in items if pool == "moves"]
+    ordinary = [position for pool, position in items if pool == "ordinary"]
 
     # How many of each kind. Rounded in favour of whole answers, so that a small step has some, too; to nine digits
     # first, as 100 * 0.07 is more than 7.
@@ -107,12 +108,13 @@ def draw_ordinary(ordinary, count, n_moves, rng):
     """`count` positions. The last `n_moves` are for questions about moves, and CHECK_SHARE of these are in check, or
     fewer if eight times as many positions, drawn at random, do not hold that many."""
     drawn = positions.draw(ordinary, min(8 * count, len(ordinary)), rng)
-    others = drawn[: count - n_moves]
-    about_moves = drawn[count - n_moves :]
-    checks = [p for p in about_moves if chess.Board(p.fen).is_check()]
+    for_other_kinds = drawn[: count - n_moves]
+    candidates = drawn[count - n_moves :]  # for questions about moves; many more than are needed
+    checks = [p for p in candidates if chess.Board(p.fen).is_check()]
     checks = checks[: round(CHECK_SHARE * n_moves)]
-    others += [p for p in about_moves if p not in checks]
-    return others[: count - len(checks)] + checks
+    others = [p for p in candidates if p not in checks]
+    others = others[: n_moves - len(checks)]
+    return for_other_kinds + others + checks
 
 
 def question(text, config):
@@ -261,7 +263,7 @@ POLICY_WEIGHTS = {
     "evals": 0.03,
     "legal": 0.22,
     "top5": 0.22,
-    "loss": 0.09,  # how little the move gives away, within the engine's five
+    "sound": 0.09,  # how little the move gives away, within the engine's five
     "best": 0.22,
 }
 
@@ -289,8 +291,8 @@ def grade(question, text, hit_limit=False):
     graders = {"policy": grade_policy, "environment": grade_environment, "moves": grade_first, "mates": grade_first}
     pieces, metrics = graders[question.kind](question, text)
     judged = "next_state" if question.kind == "environment" else "legal"
-    for group in positions.groups(question.prompt):
-        metrics[f"{judged}_{group}"] = metrics[judged]
+    for category in positions.groups(question.prompt):  # such as in_check
+        metrics[f"{judged}_{category}"] = metrics[judged]
     reward = sum(value for _, value, *_ in pieces)
     if hit_limit and reward > 0:
         pieces.append(runaway(pieces))
@@ -400,14 +402,14 @@ def grade_policy(question, text):
     # If the move after B: is also a candidate, its pieces judge both places.
     listed_spans = [span for move, span in moves if move == best]
     best_spans = [best_span, *listed_spans[:1]]
-    shares = {"listed": bool(listed_spans), "legal": best in legal, "top5": best in five, "loss": 0, "best": 0}
+    shares = {"listed": bool(listed_spans), "legal": best in legal, "top5": best in five, "sound": 0, "best": 0}
     metrics["legal"] = best in legal
     if best in five:
         top = max(five.values())
         metrics["move_error"] = pawns_apart(top, five[best])  # in pawns
         metrics["top5"] = 1.0
         metrics["best"] = five[best] == top  # one of two mates in one is as good as the other
-        shares |= {"loss": 1 / (1 + metrics["move_error"]), "best": metrics["best"]}
+        shares |= {"sound": 1 / (1 + metrics["move_error"]), "best": metrics["best"]}
     for name, share in shares.items():
         pieces.append((name, weights[name] * share, *best_spans))
     return pieces, metrics

@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class Rollout:
-    """What was sampled for the questions of one kind: N = B·G rows, those of a group next to each other."""
+    """What was sampled for questions of one kind and stop: N = B·G rows, those of a group next to each other."""
 
     prompts: torch.Tensor  # (B, P) padded on the right
     prompt_lengths: torch.Tensor  # (B,)

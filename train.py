@@ -13,9 +13,10 @@ Sizes: B prompts, G answers to each (its group), N = B·G rows, P prompt tokens,
 reward, V tokens in the vocabulary. B, N, P, T and K are counted over a step, one kind of question or one microbatch,
 whichever the tensor belongs to. A completion is tokens, an answer is the same as text; "row" means either.
 
-Beyond plain GRPO: each piece of a reward is credited to the words it judges; the end token is trained; each token is
-weighted by what the sampler's rounding has changed (grpo.importance_weights); microbatches do not change the loss; the
-first step checks that sampler, policy and reference agree; a run that breaks goes back to its last good state. Left out: a value model, a replay buffer, a separate inference engine.
+Beyond plain GRPO: each piece of a reward is credited to the words it judges; the policy loss weighs each token by what
+the sampler's rounding has changed (grpo.importance_weights); microbatches do not change the loss; the first step checks
+that sampler, policy and reference agree; a run that breaks goes back to its last good state. Left out: a value model, a
+replay buffer, a separate inference engine.
 """
 
 import copy
@@ -123,7 +124,9 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, tho
 def main():
     run, model, reference, optimizers, items, eval_questions = start()
     is_lead = parallel.rank() == 0
-    sampler = model.inference_copy(model.dtype)  # in fp32 it shares the weights; in bf16 it has casts of them
+    # model.dtype is that of the matrix products; weights are fp32. In fp32 the sampler shares them, so that syncing
+    # changes nothing; in bf16 it has casts of them.
+    sampler = model.inference_copy(model.dtype)
     past = []  # metrics of the steps so far
     if is_lead:
         past = monitor.open_log(run, model, eval_questions, names_of(task))
@@ -138,7 +141,8 @@ def main():
         step = run.step
         time_started = time.perf_counter()
 
-        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question
+        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question,
+        # or several if questions of a kind end at different texts
         questions, noise = my_questions(items, step, model.config)
         sampler.sync_from(model)
         rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
@@ -300,7 +304,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
         if name.endswith(("logprob_gap", "kl", "entropy")):
             metrics[name] = value
     for name, value in per_token(epochs[-1]).items():  # the last one shows how far the updates moved from them
-        if name in ("ratio_gap", "clip_low", "clip_high"):
+        if name in grpo.LOSS_SUMS:
             metrics[name] = value
     metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
     return metrics
@@ -433,7 +437,7 @@ def evaluate_and_record(run, model, questions, title):
 
 def evaluate(model, questions, samples=0):
     """(figures, sampled answers). The figures are of greedy answers, of answers at TEMPERATURE and, if `samples` are
-    given, of pass@k: {"policy legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
+    given, of pass@k: {"moves legal T=0": (mean, half-width of its 95 % interval, values of the questions), ...}"""
     model = model.inference_copy(model.dtype)
     skill = {}
     for temperature in (0.0, TEMPERATURE):  # in this order: the answers at TEMPERATURE are returned
@@ -563,7 +567,8 @@ def make_reference(model):
 
 
 def make_optimizers(model):
-    """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it."""
+    """A list of optimizers that share no parameters. `lr` is the highest rate; the schedule multiplies it. Checkpoints
+    and going back restore what an optimizer keeps in its `state`, so nothing else that changes may be in its groups."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return [torch.optim.AdamW(weights, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 

@@ -40,12 +40,12 @@ def load(source, config):
 
 
 def make_questions(items, count, rng, config):
-    mates = [position for kind, position in items if kind == "mates"]
-    moves = [position for kind, position in items if kind == "moves"]
-    wanted = max(min(len(mates), round(MATES_SHARE * count)), count - len(moves))
+    mates = [position for pool, position in items if pool == "mates"]
+    ordinary = [position for pool, position in items if pool == "ordinary"]
+    wanted = max(min(len(mates), round(MATES_SHARE * count)), count - len(ordinary))
     chosen = [("mates", position) for position in rng.sample(mates, wanted)]
     left = count - len(chosen)
-    chosen += [("moves", position) for position in rewards.draw_ordinary(moves, left, left, rng)]
+    chosen += [("moves", position) for position in rewards.draw_ordinary(ordinary, left, left, rng)]
     return [ask(kind, position, config) for kind, position in chosen]
 
 

@@ -106,7 +106,7 @@ def by_kind(answers):
 
 
 def figures(answers):
-    """{"policy legal": [its value in each answer of the kind, or None], ...}: reward and metrics of each kind."""
+    """{"mates legal": [its value in each answer of the kind, or None], ...}: reward and metrics of each kind."""
     result = {}
     for kind, some in by_kind(answers).items():
         rows = [{"reward": answer.grade.reward} | answer.grade.metrics for answer in some]
@@ -116,7 +116,7 @@ def figures(answers):
 
 
 def intervals(answers):
-    """{"policy legal": (mean, half-width of its 95 % interval, the values of figures()), ...}"""
+    """{"mates legal": (mean, half-width of its 95 % interval, the values of figures()), ...}"""
     return {name: figure(values) for name, values in figures(answers).items()}
 
 
@@ -136,7 +136,7 @@ def pass_rates(answers, n):
 
 def describe_answers(answers, group_size):
     """The metrics of a step's answers, which come group by group: over all kinds ("reward"), of each kind
-    ("policy/reward", "policy/legal"), and what each piece of the reward paid ("policy/earned/legal")."""
+    ("mates/reward", "mates/legal"), and what each piece of the reward paid ("mates/earned/legal")."""
     result = {"reward_std": stdev(answer.grade.reward for answer in answers)}
     for prefix, some in [("", answers), *((f"{kind}/", some) for kind, some in by_kind(answers).items())]:
         rewards = [answer.grade.reward for answer in some]

@@ -31,13 +31,15 @@ class Question(NamedTuple):
     kind: str  # a name in LIMITS; questions of one kind are sampled together
     prompt: str | tuple  # a text, or pieces, each a text or a tokenizer's Special token, as examples.chat makes them
     truth: Any  # what grade() needs; it must fit into JSON, as it is written to samples.jsonl
-    stop: str = ""  # a token that contains this text ends an answer, too
+    stop: str = ""  # a token that contains this text ends an answer, too, and is part of its text
     stop_after: int = 0  # `stop` is ignored in this many of the first tokens, as an answer may begin with a space
 
 
 class Grade(NamedTuple):
     # (name, value, (start, end), ...): what a piece of the reward is worth, and the characters of the answer that it
-    # judges; without a span it judges the whole answer. Names are unique within an answer.
+    # judges; without a span it judges the whole answer. It is compared with the piece of the same name in the group's
+    # other answers. An answer that lacks it counts as 0 on all of its tokens, so give a failed piece 0 and its span.
+    # Names are unique within an answer.
     pieces: tuple
     # name -> float, averaged over answers and logged. "structure": whether the answer has the right form. Less of an
     # _error is better; of any other metric whose values are between 0 and 1, more.

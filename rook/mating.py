@@ -15,9 +15,9 @@ MATES = positions.BUILTIN.with_name("mates.txt.gz")
 
 
 def beside(source, *sides):
-    """Items, to train on and held out: ("moves", position) of the data, and ("mates", position) where a move mates. The
-    latter come from a user's data, too, unless one of its sides has positions and none of these; a file for evaluation
-    has no side to train on. In data with labels, a position without them is there for its mate alone."""
+    """Items, to train on and held out: ("ordinary", position) of the data, and ("mates", position) where a move mates.
+    The latter come from a user's data, too, unless one of its sides has positions and none of these; a file for
+    evaluation has no side to train on. In data with labels, a position without them is there for its mate alone."""
     mates = embedded() if all(sides) else ([], [])
     if source != "builtin":
         own = [find(side) for side in sides]
@@ -28,7 +28,7 @@ def beside(source, *sides):
             parallel.log(f"{source} has {found}{instead}.")
         if complete:
             mates, sides = own, [without_mates(side, found) for side, found in zip(sides, own)]
-    return [[("mates", p) for p in own] + [("moves", p) for p in side] for own, side in zip(mates, sides)]
+    return [[("mates", p) for p in own] + [("ordinary", p) for p in side] for own, side in zip(mates, sides)]
 
 
 def without_mates(side, mates):

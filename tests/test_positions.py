@@ -210,7 +210,7 @@ def test_wrong_lines_that_were_not_verified_are_replaced_when_they_are_drawn(pos
     sound = random.Random(1).sample(items, 64)
     assert [new for old, new in zip(sound, drawn) if old in positions] == [p for p in sound if p in positions]
     for task in rewards, mates:
-        ask = [("moves", position) for position in items]
+        ask = [("ordinary", position) for position in items]
         for question in task.make_questions(ask, 64, random.Random(2), config):
             if question.kind != "mates":  # which has positions of its own
                 assert P.contract_board(question.prompt[3:].split("M:")[0].split("+")[0].strip())[:20] in "".join(lines)

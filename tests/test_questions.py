@@ -190,12 +190,12 @@ def test_a_quarter_of_the_positions_are_in_check_and_half_of_the_moves_asked_abo
         illegal += [question.truth[3] for question in asked if question.kind == "environment"]
     assert task is mates or 0 < others.count(["in_check"]) < len(others) / 5  # as often as in games
     assert task is mates or 0.4 < sum(illegal) / len(illegal) < 0.6
-    ordinary = [position for kind, position in items if kind == "moves"][:200]
+    ordinary = [position for pool, position in items if pool == "ordinary"][:200]
     assert {*rewards.draw_ordinary(ordinary, 200, 190, random.Random(0))} == {*ordinary}  # where all are asked for
 
 
 def test_fewer_positions_than_questions_are_filled_up_with_mates():
-    items = [("mates", Position(MATE_IN_ONE, (), ()))] * 9 + [("moves", Position(START, (), (("e2e4", 30),)))]
+    items = [("mates", Position(MATE_IN_ONE, (), ()))] * 9 + [("ordinary", Position(START, (), (("e2e4", 30),)))]
     asked = rewards.make_questions(items, 10, random.Random(0), SimpleNamespace(extra={}))
     assert [question.kind for question in asked] == ["environment"] + ["mates"] * 9
 

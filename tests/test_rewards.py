@@ -156,7 +156,7 @@ def test_each_piece_judges_its_own_words(text_format):
     assert [*judged["next_state"], *judged["reward"], *judged["terminated"], *judged["truncated"]] == [fen, *rest]
     for best in label(START)[1][0], "a2a4", "e2e5":  # where it is listed too, though the last two earn nothing
         judged = judged_words(policy, answer(["b2b4", best, "c2c4"], [0.3, 0.2, 0.1], best))
-        assert all(judged[name] == [best, best] for name in ("listed", "legal", "top5", "loss", "best"))
+        assert all(judged[name] == [best, best] for name in ("listed", "legal", "top5", "sound", "best"))
         assert judged_words(policy, answer(["b2b4"], [0.3], best))["legal"] == [best]
     text = AFTER.replace(" b ", " w ").replace("pppppppp", "ppp1pppp") + "+0.001+0+0"
     assert judged_words(environment, text)["next_state"] == ["ppp1pppp", "w"]  # its wrong words alone
@@ -272,7 +272,7 @@ def test_the_best_move_is_best_for_the_side_to_move():
 def test_an_engine_is_asked_where_labels_lack_and_without_one_the_ladder_ends_at_legal(engine):
     moves = legal_moves(START)
     legal, illegal = (policy(answer(moves[:5], [0] * 5, best), labels=()) for best in (moves[0], "a1a1"))
-    unknown = sum(POLICY_WEIGHTS[name] for name in ("candidates", "evals", "top5", "loss", "best"))
+    unknown = sum(POLICY_WEIGHTS[name] for name in ("candidates", "evals", "top5", "sound", "best"))
     assert legal.reward == pytest.approx(1 - unknown) and legal.reward > illegal.reward
     assert legal.metrics["unlabelled"] == 1.0 and not {"top5", "best", "candidates"} & legal.metrics.keys()
     first = rewards.first_question("moves", Position(START, (), ()), "squares")
