@@ -66,13 +66,14 @@ def deviation(groups):
 
 
 def weights_by_rank(G, scale, best_of):
-    """The weights (G - 1,) of the differences between neighbours, where a group's answers are sorted by their rewards.
+    """Only for SCALE_REWARDS=mean or BEST_OF > 1: the weights (G - 1,) of the differences between neighbours, where a
+    group's answers are sorted by their rewards.
 
     A reward is the lowest one plus the differences between neighbours on the way up to it. Here each difference is
     multiplied by a weight first, and an advantage is such a sum minus the group's mean. With weights of 1 it is the
     reward minus the mean. Say that the rewards are 0, 0 and 1: the differences are 0 and 1, and c = 1 answer stands
-    above the second one. The fewer answers stand above a difference, the more one more of them raises the best of
-    several, so the larger its weight:
+    above the second one. The fewer answers stand above a difference, the more another answer above it raises the best
+    of several, so the larger its weight:
 
     scale   best_of  weight                                 the advantages then follow the gradient of
     "none"  k        w(k) = C(G-1-c, k-1) / C(G-1, k-1)     E[best of k], times 1/k - 1/G
@@ -107,10 +108,10 @@ def advantages_by_rank(groups, weights):
 
     The order is that of whole rewards. Each difference between neighbours is divided among the pieces as the two
     answers differ in them, so an answer's pieces add up to its advantage in the group of whole rewards.
-    Answers with equal rewards form a block, and their mean takes their place in that order. An answer differs from its
-    block's mean in single pieces only, and is paid for that by the mean of the weights inside the block. The result
-    is the mean over all orders in which the answers of a block could stand: an answer is as often at each place, so
-    every difference inside the block lies below it equally often.
+    Answers with equal rewards form a block, and their mean takes their place in that order. They differ only in how the
+    reward is split among the pieces, and that difference is paid by the mean of the weights inside the block. The
+    result is the mean over all orders in which the answers of a block could stand: an answer is as often at each
+    place, so every difference inside the block lies below it equally often.
 
     Where each piece judges the whole answer, this is the exact gradient that weights_by_rank() names. Where a
     piece judges words of its own, it is credit assignment, and those words may be paid against the piece's own
@@ -292,7 +293,8 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2
     """The same from hidden states (N, T, C), of which `head` makes the logits.
 
     Logits are the largest tensors of all. If there are at most `most_logits` numbers, they are made once and kept, and
-    only their fp32 copies are made a few rows at a time, again in the backward pass. If there are more, so are they."""
+    only their fp32 copies are made a few rows at a time, and made again in the backward pass. If there are more, the
+    logits themselves are made like that, too."""
     at_once = tokens.numel() * V <= most_logits
     inputs = head(hidden) if at_once else hidden  # (N, T, V) or (N, T, C)
 

@@ -58,7 +58,7 @@ class Prefix:
 
     layers: list  # for each layer its keys and values, both (B, H, P - 1, D)
     last_tokens: torch.Tensor  # (B, 1) which each row feeds to the model itself, to predict its first new token
-    lengths: torch.Tensor  # (B,) tokens of each prompt, without its last one
+    shared_lengths: torch.Tensor  # (B,) tokens of each prompt, without its last one
     bias: torch.Tensor  # (B, 1, 1, P - 1) added to attention scores: 0 on the shared tokens, -inf on what follows them
 
 
@@ -260,7 +260,7 @@ class GPT(nn.Module):
     def decode(self, tokens, prefix, cache, t):
         """Logits (N, V) after the newest token of each row, `tokens` (N, 1). Its keys and values go into slot t, a
         tensor (1,), of the cache, which has those of each layer as grouped() lays them out."""
-        B = len(prefix.lengths)
+        B = len(prefix.shared_lengths)
         count = cache[0][0].shape[3]
         slots = torch.arange(count, device=tokens.device)
         is_written = slots[None] <= t  # (1, slots)
@@ -282,9 +282,9 @@ class GPT(nn.Module):
     def position_ids(self, prefix, N, t):
         """Positions (N, T) of the inputs `t` of each row, of which number 0 is its prompt's last token. A row beyond
         n_positions has ended."""
-        rows_of_a_prompt = N // len(prefix.lengths)
-        # The prompt's last token follows the `lengths` tokens before it, so counted from 0 this is its position
-        first = prefix.lengths.repeat_interleave(rows_of_a_prompt)[:, None]  # (N, 1)
+        rows_of_a_prompt = N // len(prefix.shared_lengths)
+        # The prompt's last token follows the shared ones, so their number is its position, counted from 0
+        first = prefix.shared_lengths.repeat_interleave(rows_of_a_prompt)[:, None]  # (N, 1)
         return (first + t).clamp(max=self.config.n_positions - 1)
 
     def trunk(self, tokens, positions, attend):

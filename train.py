@@ -89,7 +89,7 @@ heading("The loss")
 LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.policy_loss", one_of=grpo.LOSSES)
 CREDIT                  = setting("CREDIT", "piece", "what a token is credited with; piece: the components of the reward that judge it; answer: the whole reward, as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=grpo.SCALES)
-BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one; this makes advantages about k times as small, so lower KL_COEF with them, see grpo.advantages", low=1, high=GROUP_SIZE - 1)
+BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one; next to that, the KL weighs at least k times as much, see grpo.weights_by_rank", low=1, high=GROUP_SIZE - 1)
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH", low=0)
@@ -124,8 +124,8 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, tho
 def main():
     run, model, reference, optimizers, items, eval_questions = start()
     is_lead = parallel.rank() == 0
-    # model.dtype is that of the matrix products; weights are fp32. In fp32 the sampler shares them, so that syncing
-    # changes nothing; in bf16 it has casts of them.
+    # model.dtype is that of the matrix products; weights in training are fp32. In fp32 the sampler shares them, so that
+    # syncing changes nothing; in bf16 it has casts of them.
     sampler = model.inference_copy(model.dtype)
     past = []  # metrics of the steps so far
     if is_lead:
@@ -310,26 +310,6 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     return metrics
 
 
-def empty_sums(device, has_kl):
-    """Zeros for everything that is summed over tokens: with several processes, each has to have the same sums, also of
-    kinds of questions that it was not given."""
-    of_kinds = ["tokens", "logprob_gap"] + ["kl"] * has_kl
-    names = ["loss", "entropy", *grpo.LOSS_SUMS, *of_kinds]
-    names += [f"{kind}/{name}" for kind in task.LIMITS for name in of_kinds]
-    return {name: torch.zeros((), device=device) for name in names}
-
-
-def per_token(totals):
-    """Means over the tokens of all answers, or of the kind of question that a name begins with."""
-    means = {}
-    for name, total in totals.items():
-        kind, _, figure = name.rpartition("/")
-        tokens = totals[f"{kind}/tokens" if kind else "tokens"]
-        if tokens and figure not in ("tokens", "loss", "grad_norm"):
-            means[name] = total / tokens
-    return means
-
-
 def add_gradient(model, reference, part, normalizer, is_first_epoch):
     """Forward and backward pass of a microbatch: adds its gradient to the model's; returns sums over its tokens."""
     with torch.set_grad_enabled(part.has_gradient):
@@ -362,7 +342,7 @@ def forward(model, part, temperature):
 def logprobs_of(model, part, completions, temperature):
     """Logprobs and entropies of completions (B·U, T), U to each of the part's prompts."""
     score = compiled_score(type(model))
-    hidden = score(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C)
+    hidden = score(model, part.prompts, part.prompt_lengths, completions)  # (B·U, T, C); the head is applied below
     V, most_logits = model.config.vocab_size, model.most_logits
     return grpo.logprobs_and_entropy(hidden, completions, model.head, V, temperature, most_logits)
 
@@ -394,6 +374,7 @@ def loss_and_sums(logprobs, entropy, part, normalizer):
         "logprob_gap": torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum(),
     }
     if part.ref_logprobs is not None:
+        # Without importance weights: the sampler's rounding matters little to a penalty this small
         kl = part.kl_weights[:, None] * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
         loss = loss + KL_COEF * grpo.aggregate(kl, mask, LOSS, normalizer)
         # Whatever KL_ESTIMATOR is, k2 is measured: a single token can blow up k3's mean.
@@ -402,6 +383,26 @@ def loss_and_sums(logprobs, entropy, part, normalizer):
     sums["entropy"] = torch.where(mask, entropy, 0).sum()
     sums["loss"] = loss.detach()
     return loss, sums
+
+
+def empty_sums(device, has_kl):
+    """Zeros for everything that is summed over tokens: with several processes, each has to have the same sums, also of
+    kinds of questions that it was not given."""
+    of_kinds = ["tokens", "logprob_gap"] + ["kl"] * has_kl
+    names = ["loss", "entropy", *grpo.LOSS_SUMS, *of_kinds]
+    names += [f"{kind}/{name}" for kind in task.LIMITS for name in of_kinds]
+    return {name: torch.zeros((), device=device) for name in names}
+
+
+def per_token(totals):
+    """Means over the tokens of all answers, or of the kind of question that a name begins with."""
+    means = {}
+    for name, total in totals.items():
+        kind, _, figure = name.rpartition("/")
+        tokens = totals[f"{kind}/tokens" if kind else "tokens"]
+        if tokens and figure not in ("tokens", "loss", "grad_norm"):
+            means[name] = total / tokens
+    return means
 
 
 # ---- After the update --------------------------------------------------------------------------------------
@@ -541,7 +542,8 @@ def check_memory(source, device, dtype):
     model = architectures.without_weights(source).set_compute_dtype(dtype)
     if LORA_RANK:
         lora.add_empty(model, lora.Lora(LORA_RANK, source))
-    rows = BATCH_POSITIONS * GROUP_SIZE // parallel.world() // len(task.LIMITS)  # kinds are sampled one after the other
+    # Kinds are sampled one after the other. With several, how many rows have the longest limit is not known yet
+    rows = GROUP_SIZE if len(task.LIMITS) > 1 else BATCH_POSITIONS * GROUP_SIZE // parallel.world()
     fail_if(hardware.what_is_missing(model, device, KL_COEF > 0, GROUP_SIZE, rows, max(task.LIMITS.values())))
 
 
