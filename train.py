@@ -151,7 +151,7 @@ def main():
         # Rewards, and advantages within each group
         for rollout in rollouts:
             rollout.answers = grade_answers(task, rollout.answers)
-            add_advantages(rollout, CREDIT, step)
+            add_advantages(rollout, step)
         answers = parallel.gather([answer for rollout in rollouts for answer in rollout.answers])  # of all processes
         metrics = monitor.describe_answers(answers, GROUP_SIZE)
         if step == 0:
@@ -223,11 +223,10 @@ def sampling_noise(count, group_size, seed):
 # ---- Advantages --------------------------------------------------------------------------------------------
 
 
-def add_advantages(rollout, credit, step=0):
-    """Adds the advantage of each token (N, T), and the weight of each row's KL (N,). `credit` is CREDIT, unless
-    tools.signal tries another."""
+def add_advantages(rollout, step=0):
+    """Adds the advantage of each token (N, T), and the weight of each row's KL (N,)."""
     answers, device = rollout.answers, rollout.completions.device
-    if credit == "piece":
+    if CREDIT == "piece":
         pieces = [answer.grade.pieces for answer in answers]
     else:
         pieces = [[("reward", answer.grade.reward)] for answer in answers]

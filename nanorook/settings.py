@@ -44,12 +44,11 @@ def read_user():
     GIVEN["environment"] = dict(os.environ)
 
 
-def read_run(**decided):
+def read_run():
     """As read_user, but settings that are not given are those of a run, if a model named by the arguments, or by MODEL
     in the environment, is its OUT_DIR/model or OUT_DIR/step-N; the first one counts. MODEL is that run's start model
-    unless it is given. A program has `decided` some settings itself, whatever is given."""
+    unless it is given."""
     read_user()
-    GIVEN["arguments"] |= decided
     for word in [*sys.argv[1:], GIVEN["environment"].get("MODEL", "")]:
         folder = Path(word.removeprefix("MODEL="))
         file = folder.resolve().parent / "settings.json"

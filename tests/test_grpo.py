@@ -358,7 +358,7 @@ def test_the_better_answer_becomes_likelier(loss, credit, scale, best_of, toy_se
         before = rollout.rollout_logprobs = train.forward(policy, rollout, train.TEMPERATURE)[0]
     pieces = [[("form", 0.0, (0, 4)), ("letter", 0.5, (4, 5))], *[[("form", 0.2, (0, 4)), ("letter", 0.0, (4, 5))]] * 2]
     rollout.answers = [Answer(ASKED, text, [1, 2, 3, 4, 5], True, Grade(p, {})) for text, p in zip(texts, pieces)]
-    train.add_advantages(rollout, train.CREDIT)
+    train.add_advantages(rollout)
     train.update(policy, None, [torch.optim.SGD(policy.parameters(), lr=0.01)], [rollout], 10**6)
     better, worse, _ = (train.forward(policy, rollout, train.TEMPERATURE)[0] - before).sum(1).tolist()
     assert better > 1e-4 and worse < -1e-4

@@ -50,13 +50,15 @@ def test_the_loop_learns(run, seed):
 
 
 def test_most_of_a_step_is_signal(start, monkeypatch):
-    """tools.signal says so, of the reward that is paid, and not of one that is the same for all answers."""
+    """tools.signal says so, and that shuffled rewards have none."""
     toy.set_all(monkeypatch, toy.SETTINGS | letters.DEFAULTS, letters)
     questions = letters.make_questions(letters.load("", start.config)[0], 32, random.Random(0), start.config)
-    found = signal.gradients(start, list(signal.ask(start, questions)))
-    share, half = signal.signal(found["as set"])
+    whole, _ = signal.gradients(start, list(signal.ask(start, questions)))
+    share, half = signal.signal(whole)
     assert 0 < share - half and signal.noise_scale(share + half) < train.BATCH_POSITIONS
-    assert "no signal seen" in signal.describe(found["structure alone"])
+    monkeypatch.setattr(train, "CONTROL", "shuffle")
+    whole, _ = signal.gradients(start, list(signal.ask(start, questions)))
+    assert "no signal seen" in signal.describe(whole)
 
 
 @pytest.mark.slow

@@ -95,36 +95,31 @@ def test_where_no_noise_between_questions_is_seen_more_answers_help(toy_settings
 
 def test_two_questions_of_a_kind_are_too_few_and_groups_without_halves_are_not_split(toy_settings, capsys):
     vectors = torch.randn(9, 2, 40, generator=torch.Generator().manual_seed(0)) + 1
-    found = {"as set": halves(vectors), "halves": halves(vectors)}
     kinds = ["many"] * 7 + ["few"] * 2
-    signal.report(dict(found), kinds, torch.ones(9, 2))
+    signal.report(halves(vectors), halves(vectors), kinds, torch.ones(9, 2))
     printed = capsys.readouterr().out
     assert re.search(r"^few .*too few questions$", printed, re.M)
     assert re.search(r"^few +none seen, at most 100% +at least 2 +either$", printed, re.M)
-    del found["halves"]
-    signal.report(dict(found), kinds, torch.ones(9, 2))
+    signal.report(halves(vectors), None, kinds, torch.ones(9, 2))
     assert "noise of a step" not in capsys.readouterr().out
 
 
 def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
-    """Summed over the questions they are the step's; the pieces' sum up to them; groups of two are paid as such."""
+    """Summed over the questions they are the step's; half groups are rewarded as groups of their own."""
     model = toy.model()
-    found = signal.gradients(model, list(signal.ask(model, toy.questions(6))))
-    assert {*found} == {"as set", "CREDIT=answer", "even alone", "first alone", "halves"}
+    whole, halves = signal.gradients(model, list(signal.ask(model, toy.questions(6))))
     rollouts = list(signal.ask(model, toy.questions(6)))
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
     monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)
     tokens = train.update(model, None, [optimizer], rollouts, 10**6)["tokens"]
     step = signal.projection(model)(gradient)[:-1] * tokens
-    assert torch.allclose(found["as set"].sum(0)[:-1], step, atol=1e-4 * step.norm().item())
-    pieces = found["even alone"] + found["first alone"]
-    assert torch.allclose(pieces[:, :-1], found["as set"][:, :-1], atol=1e-4 * step.norm().item())
-    halves = found["halves"]  # the mean of two squares is at least the square of the mean
+    assert torch.allclose(whole.sum(0)[:-1], step, atol=1e-4 * step.norm().item())
+    # The mean of two squares is at least the square of the mean
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
-ROWS = "all +4 ", "noise of a step +between", "short ", "long ", "long, even alone "
+ROWS = "all +4 ", "noise of a step +between", "short ", "long "
 
 
 def test_the_rows_of_the_table(toy_settings, toy_model, monkeypatch, capsys):

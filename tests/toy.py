@@ -94,7 +94,7 @@ def rollouts(policy, questions):
     result = list(train.sample(policy, questions, train.GROUP_SIZE, LIMITS, train.TEMPERATURE, noise=noise))
     for rollout in result:
         rollout.answers = train.grade_answers(train.task, rollout.answers)
-        train.add_advantages(rollout, train.CREDIT)
+        train.add_advantages(rollout)
     return result
 
 
@@ -103,7 +103,8 @@ def advantages(answers, T, credit, step=0):
     import train
 
     rollout = Rollout(torch.zeros(1, 1), None, torch.zeros(len(answers), T), None, None, None, answers)
-    train.add_advantages(rollout, credit, step)
+    with mock.patch.object(train, "CREDIT", credit):
+        train.add_advantages(rollout, step)
     return rollout.advantages
 
 

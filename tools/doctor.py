@@ -64,7 +64,7 @@ def ask(model, questions):
     rollouts = sample(sampler, questions, train.GROUP_SIZE, train.task.LIMITS, train.TEMPERATURE, noise)
     for rollout in tqdm(rollouts, "sampling", leave=False, disable=None):
         rollout.answers = grade_answers(train.task, rollout.answers)
-        train.add_advantages(rollout, train.CREDIT)
+        train.add_advantages(rollout)
         yield rollout
 
 

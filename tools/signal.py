@@ -11,7 +11,6 @@ comes from which questions are drawn, and from which answers to them; more answe
 ("Critical Batch Size for LLM Policy Optimization", HiLD at ICML 2026). docs/tools.md explains the tables.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -22,34 +21,41 @@ from nanorook import settings
 from nanorook.settings import heading, setting
 
 if __name__ == "__main__":
-    # Before train's first setting. Each graph is differentiated several times, which compiled ones refuse.
-    settings.read_run(COMPILE="0")
+    settings.read_run()  # before train's first setting
 
 import train
 from nanorook.statistics import interval
 from nanorook.tables import table
-from nanorook.task import earned, start_folder
+from nanorook.task import start_folder
 from tools.doctor import ask, prepare
 
 heading("Signal")
 QUESTIONS = setting("QUESTIONS", 64, "number of questions, with the mix of kinds that a step of this size has", low=3)
 
 SKETCH = 65537  # size of a gradient's sketch; odd, so that the entries of a matrix's column are not added up
-SET, HALVES = "as set", "halves"
+
+
+# ---- Estimates from the gradients of single questions --------------------------------------------------------
 
 
 def jackknife(rows, estimate):
     """An estimate, made of three means (see signal and between), and the half-width of its 95 % interval, which comes
     from leaving out each question in turn, so one heavy answer widens it and does not pass for signal.
     rows (n, d + 1): for each question the mean gradient of its groups, or a sketch of it; last, their mean square."""
-    n, (vectors, squares) = len(rows), rows.double().split([rows.shape[1] - 1, 1], 1)
+    n = len(rows)
     if n < 3:  # two are needed for a product, and one is left out
         return 0.0, torch.inf
+    rows = rows.double()
+    vectors, squares = rows[:, :-1], rows[:, -1]
     products = (vectors * (vectors.sum(0) - vectors)).sum(1)  # (n,) of each with all others
-    terms = torch.stack([products, vectors.square().sum(1), squares[:, 0]])  # (3, n)
-    left_out = pad(terms * torch.tensor([[2], [1], [1]]), (1, 0))  # (3, n + 1) nothing, then each question
+    own = vectors.square().sum(1)  # (n,)
+    terms = torch.stack([products, own, squares])  # (3, n)
+    # In the sum of all products, a question's own occur twice: with it first and with it second
+    left_out = terms * torch.tensor([[2], [1], [1]])
+    left_out = pad(left_out, (1, 0))  # (3, n + 1): nothing, then each question
     count = torch.tensor([n] + [n - 1] * n)
-    products, own, squares = (terms.sum(1, keepdim=True) - left_out) / count
+    means = (terms.sum(1, keepdim=True) - left_out) / count  # (3, n + 1)
+    products, own, squares = means
     values = estimate(products / (count - 1), own, squares).nan_to_num()
     return interval((n * values[0] - (n - 1) * values[1:]).tolist())
 
@@ -70,76 +76,48 @@ def noise_scale(share):
     return max(0.0, 1 / share - 1) if share > 0 else torch.inf
 
 
-def number(x):
-    return f"{x:.1f}" if x < 10 else f"{float(f'{x:.2g}'):,.0f}"
-
-
-def describe(rows, answers=1):
-    """The noise scale in words, in questions or in answers, `answers` to a question."""
-    share, half = signal(rows)
-    least, value, most = (number(answers * noise_scale(x)) for x in (share + half, share, share - half))
-    if len(rows) < 3 or not rows[:, -1].any():
-        return "too few questions" if len(rows) < 3 else "no gradient at all"
-    if share <= half:
-        return f"no signal seen with these {len(rows)} questions" + f": more than {least}" * (share + half > 0)
-    return f"{value} ({least} to {most})"
+# ---- The gradients -------------------------------------------------------------------------------------------
 
 
 def projection(model):
     """A function that reduces a gradient to SKETCH numbers and its square. Products of sketches are right on average,
     with an error below their variation from question to question."""
-    count, generator = sum(p.numel() for p in model.parameters()), torch.Generator().manual_seed(0)
-    signs = (torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1).to(model.wte.weight.device)
+    count = sum(p.numel() for p in model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
+    signs = signs.to(model.wte.weight.device)
 
     def project(gradient):
         flat = torch.cat([part.flatten() for part in gradient]).float()
         sketch = pad(flat * signs, (0, -count % SKETCH)).view(-1, SKETCH).sum(0)
-        return torch.cat([sketch, flat.square().sum()[None]]).cpu()
+        square = flat.square().sum()
+        return torch.cat([sketch, square[None]]).cpu()
 
     return project
 
 
-def ways(answers):
-    """{way of paying: (the answers with what is paid, CREDIT)} of a whole group."""
-    other = "answer" if train.CREDIT == "piece" else "piece"
-    found = {SET: (answers, train.CREDIT), f"CREDIT={other}": (answers, other)}
-    for name in earned(piece for answer in answers for piece in answer.grade.pieces):
-        alone = []
-        for answer in answers:
-            pieces = [piece for piece in answer.grade.pieces if piece[0].split(" ")[0] == name]
-            alone.append(answer._replace(grade=answer.grade._replace(pieces=pieces)))
-        found[f"{name} alone"] = alone, train.CREDIT
-    return found
-
-
 def gradients(model, rollouts):
-    """{way of paying: rows for jackknife()}: each question's gradient; and as HALVES, where half of a group is large
-    enough to be paid as a group of its own, the means of the halves' gradients and of their squares. The KL to the
-    start model has no gradient at the start."""
+    """Rows for jackknife(): each question's gradient; and the mean of the gradients of the halves of its group, which
+    are rewarded as groups of their own, or None where half a group is too small for that. The KL to the start model has
+    no gradient at the start."""
+    G = train.GROUP_SIZE
+    H = G // 2
+    has_halves = H > train.BEST_OF
+    project = projection(model)
     groups = [(rollout, b) for rollout in rollouts for b in range(len(rollout.prompts))]
-    found = defaultdict(lambda: torch.zeros(len(groups), SKETCH + 1))
-    project, parameters, G, H = projection(model), [*model.parameters()], train.GROUP_SIZE, train.GROUP_SIZE // 2
-    halves = [slice(0, H), slice(H, 2 * H)] if H > train.BEST_OF else []
-    for place, (rollout, b) in enumerate(tqdm(groups, "questions", leave=False, disable=None)):
+    whole, halves = [], []
+    for rollout, b in tqdm(groups, "questions", leave=False, disable=None):
         longest = rollout.completion_mask[b * G : (b + 1) * G].sum(1).max()
         group = rollout.select([b], rollout.prompt_lengths[b], longest)
-        for cut in [slice(0, G), *halves]:
-            part = rows_of_group(group, cut)
-            answers = part.answers
-            logprobs, entropy = train.forward(model, part, train.TEMPERATURE)
-            part.old_logprobs = logprobs.detach()
-            paid = {HALVES: (answers, train.CREDIT)} if cut in halves else ways(answers)
-            for name, (some, credit) in paid.items():
-                part.answers = some
-                train.add_advantages(part, credit)
-                if part.advantages.any():
-                    loss, _ = train.loss_and_sums(logprobs, entropy, part, normalizer=1.0)
-                    gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-                    found[name][place] += project(gradient) / (G // len(answers))
-    return {SET: found[SET], **found}
+        whole.append(gradient_row(model, group, project))
+        if has_halves:
+            first = gradient_row(model, answers_of(group, slice(0, H)), project)
+            second = gradient_row(model, answers_of(group, slice(H, 2 * H)), project)
+            halves.append((first + second) / 2)
+    return torch.stack(whole), torch.stack(halves) if has_halves else None
 
 
-def rows_of_group(group, cut):
+def answers_of(group, cut):
     """Some of the answers to a question, as a group of their own."""
     return replace(
         group,
@@ -150,6 +128,37 @@ def rows_of_group(group, cut):
     )
 
 
+def gradient_row(model, group, project):
+    train.add_advantages(group)
+    if not group.advantages.any():
+        return torch.zeros(SKETCH + 1)
+    logprobs, entropy = train.forward(model, group, train.TEMPERATURE)
+    group.old_logprobs = logprobs.detach()
+    loss, _ = train.loss_and_sums(logprobs, entropy, group, normalizer=1.0)
+    return project(torch.autograd.grad(loss, [*model.parameters()]))
+
+
+# ---- In words ------------------------------------------------------------------------------------------------
+
+
+def number(x):
+    return f"{x:.1f}" if x < 10 else f"{float(f'{x:.2g}'):,.0f}"
+
+
+def describe(rows):
+    """The noise scale in words."""
+    if len(rows) < 3:
+        return "too few questions"
+    if not rows[:, -1].any():
+        return "no gradient at all"
+    share, half = signal(rows)
+    least, value, most = (number(noise_scale(x)) for x in (share + half, share, share - half))
+    if share > half:
+        return f"{value} ({least} to {most})"
+    at_least = f": more than {least}" if share + half > 0 else ""
+    return f"no signal seen with these {len(rows)} questions{at_least}"
+
+
 def split(rows, P, T):
     """In words, the share of the noise that lies between questions, the best G at equal cost, and what helps. rows: as
     for between().
@@ -158,34 +167,41 @@ def split(rows, P, T):
     by that, the gradient of B questions has the noise (σ_b² + σ_w² / (G - k)) / B, exactly for k = 1 if rewards and
     logprobs are independent; for k > 1 it is only a guide. With P tokens in a prompt and T in an answer a step costs
     B (P + G T), so the best G - k is √(σ_w² / σ_b² · (k + P / T))."""
-    G, k, (share, half) = train.GROUP_SIZE, train.BEST_OF, between(rows)
+    G, k = train.GROUP_SIZE, train.BEST_OF
+    share, half = between(rows)
     shares = [min(1, max(1e-9, x)) for x in (share + half, share, share - half)]
     within = [(1 / x - 1) * (G // 2 - k) for x in shares]  # σ_w² / σ_b²
     high, value, low = (f"{1 / (1 + x / (G - k)):.0%}" for x in within)
     least, best, most = (max(k + 1, round(k + (x * (k + P / T)) ** 0.5)) for x in within)
-    helps = "more questions" if most < G else "more answers" if least > G else "either"
+    if most < G:
+        helps = "more questions"
+    elif least > G:
+        helps = "more answers"
+    else:
+        helps = "either"
     if share <= half:
         return f"none seen, at most {high}", f"at least {least}", helps
     return f"{value} ({low} to {high})", f"{best} ({least} to {most})", helps
 
 
-def report(found, kinds, tokens):
-    """Prints three tables. `kinds` and `tokens` (prompt, answer) are given for each question."""
-    names, halves = ["all", *dict.fromkeys(kinds)][: None if len({*kinds}) > 1 else 1], found.pop(HALVES, None)
+def report(whole, halves, kinds, tokens):
+    """Prints two tables. `kinds` and `tokens` (prompt, answer) are given for each question."""
+    names = list(dict.fromkeys(kinds))
+    names = ["all", *names] if len(names) > 1 else ["all"]
     steps = [["questions", "in a step", "until half is signal", "a step's signal"]]
     noise = [["noise of a step", "between questions", "best group", "what helps"]]
-    paid = [["at equal answers", "answers until half is signal"]]
-    for kind in names:
-        at = [i for i, k in enumerate(kinds) if kind in ("all", k)]
-        n, (share, half) = len(at) / len(kinds) * train.BATCH_POSITIONS, signal(found[SET][at])
+    for name in names:
+        at = [i for i, kind in enumerate(kinds) if name in ("all", kind)]
+        n = len(at) / len(kinds) * train.BATCH_POSITIONS  # in a step
+        share, half = signal(whole[at])
         part = f"{n / (n + noise_scale(share)):.1%}" if share > half else ""
-        steps.append([kind, f"{n:.3g}", describe(found[SET][at]), part])
+        steps.append([name, f"{n:.3g}", describe(whole[at]), part])
         if halves is not None and halves[at].any():
-            noise.append([kind, *split(halves[at], *tokens[at].mean(0).tolist())])
-        for name, rows in found.items():
-            if rows[at, -1].any() and (len(names) == 1 or kind != "all" or not name.endswith("alone")):
-                paid.append([f"{kind}, {name}", describe(rows[at], train.GROUP_SIZE)])
-    print("\n\n".join(table(lines) for lines in (steps, noise, paid) if lines[1:]))
+            P, T = tokens[at].mean(0).tolist()
+            noise.append([name, *split(halves[at], P, T)])
+    print(table(steps))
+    if len(noise) > 1:
+        print("\n" + table(noise))
 
 
 def main():
@@ -201,7 +217,8 @@ def main():
         kinds += [rollout.kind] * n
         answer_lengths = rollout.completion_mask.sum(1).view(n, -1).float().mean(1)  # (B,)
         tokens.append(torch.stack([rollout.prompt_lengths, answer_lengths], 1))
-    report(gradients(model, rollouts), kinds, torch.cat(tokens))
+    whole, halves = gradients(model, rollouts)
+    report(whole, halves, kinds, torch.cat(tokens))
 
 
 if __name__ == "__main__":
