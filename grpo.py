@@ -3,7 +3,7 @@
 Rows are completions: N = B·G of them, the G of a group next to each other. T is the number of completion tokens,
 V the size of the vocabulary. A reward is the sum of K named pieces, such as form and correctness, each of which judges
 some of the answer's words, see credit(). `values` (N, K) are what the pieces gave. With K = 1, credit is that of plain
-GRPO; README lists what else differs from the paper, and the setting that restores it.
+GRPO; README lists the settings that restore the paper's other choices. importance_weights() are always on.
 A `mask` (N, T) is true on completion tokens, the end token included. Values outside it never count, not even NaN.
 Every loss is a sum divided by a `normalizer` of the whole batch, so microbatches may be cut in any way.
 """
@@ -38,7 +38,7 @@ def advantages(values, group_size, scale="none", best_of=1):
 
     By default an advantage is a value minus its group's mean, and exactly 0 where all values of a group are alike.
     (RLOO, which subtracts the mean of the other answers, is the same times G/(G-1).) scale="std" also divides by the
-    group's standard deviation, see deviation(), as GRPO was introduced (Shao et al., 2024, DeepSeekMath); that favours
+    group's standard deviation (see deviation()), as in GRPO's first paper (Shao et al., 2024, DeepSeekMath); that favours
     questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k give what is rare more
     weight, see weights_by_rank().
     """
@@ -110,8 +110,8 @@ def advantages_by_rank(groups, weights):
     answers differ in them, so an answer's pieces add up to its advantage in the group of whole rewards.
     Answers with equal rewards form a block, and their mean takes their place in that order. They differ only in how the
     reward is split among the pieces, and that difference is paid by the mean of the weights inside the block. The
-    result is the mean over all orders in which the answers of a block could stand: an answer is as often at each
-    place, so every difference inside the block lies below it equally often.
+    result is the mean over all orders in which the answers of a block could stand: an answer stands directly above
+    each difference inside the block equally often, and differences further down cancel on average.
 
     Where each piece judges the whole answer, this is the exact gradient that weights_by_rank() names. Where a
     piece judges words of its own, it is credit assignment, and those words may be paid against the piece's own

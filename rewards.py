@@ -109,7 +109,7 @@ def draw_ordinary(ordinary, count, n_moves, rng):
     fewer if eight times as many positions, drawn at random, do not hold that many."""
     drawn = positions.draw(ordinary, min(8 * count, len(ordinary)), rng)
     for_other_kinds = drawn[: count - n_moves]
-    candidates = drawn[count - n_moves :]  # for questions about moves; many more than are needed
+    candidates = drawn[count - n_moves :]  # for questions about moves; usually many more than needed
     checks = [p for p in candidates if chess.Board(p.fen).is_check()]
     checks = checks[: round(CHECK_SHARE * n_moves)]
     others = [p for p in candidates if p not in checks]

@@ -48,7 +48,7 @@ class Rollout:
     advantages: torch.Tensor | None = None  # (N, T)
     kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
 
-    # What the update adds to its parts, which microbatches() makes of it and which are Rollouts, too
+    # Set on its parts, which are Rollouts too: by microbatches(), then by the update
     has_gradient: bool = True  # False if all advantages are 0, and no KL is trained
     old_logprobs: torch.Tensor | None = None  # (N, T) of the weights that sampled, by the training forward
     ref_logprobs: torch.Tensor | None = None  # (N, T) of the reference

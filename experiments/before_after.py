@@ -31,7 +31,7 @@ def moves(model, questions):
 def first_change(before, after):
     """The first position in which the two models' moves differ: the answer of each."""
     _, held_out = mates.load("builtin", before.config)
-    questions = [mates.ask("mates", position, before.config) for kind, position in held_out if kind == "mates"]
+    questions = [mates.ask("mates", position, before.config) for pool, position in held_out if pool == "mates"]
     for first in range(0, len(questions), AT_ONCE):
         some = questions[first : first + AT_ONCE]
         for pair in zip(moves(before, some), moves(after, some)):

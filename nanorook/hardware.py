@@ -192,7 +192,7 @@ def what_is_missing(model, device, *needs):
     needed, (free, _) = least_memory(model, *needs), memory(device)
     if needed <= free:
         return ""
-    remedy = "take a smaller model, or lower BATCH_POSITIONS, GROUP_SIZE or MAX_NEW_TOKENS (the task's LIMITS)."
+    remedy = "take a smaller model, or lower GROUP_SIZE, MAX_NEW_TOKENS (the task's LIMITS) or BATCH_POSITIONS."
     if not model.lora:
         lora.add_empty(model, lora.Lora(LORA_RANK, ""))
         with_adapters = least_memory(model, *needs)

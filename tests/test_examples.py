@@ -95,7 +95,7 @@ def sides():
 
 
 def test_each_position_of_the_data_has_a_mate_and_none_is_on_both_sides(sides, monkeypatch):
-    train, held_out = ([p.fen for kind, p in side if kind == "mates"] for side in sides)
+    train, held_out = ([p.fen for pool, p in side if pool == "mates"] for side in sides)
     assert len(train) > 12_000 and len(held_out) > 1_000
     for fen in random.Random(0).sample(train + held_out, 300):
         assert positions.mating_moves(chess.Board(fen))

@@ -160,7 +160,7 @@ def test_mates_are_those_of_a_users_data_if_both_sides_have_some(load, tmp_path,
     for name, own in ("some", sum(mate, [])), ("train", mate[0]), ("none", []):
         (tmp_path / name).write_text("\n".join(own + sum(quiet, [])))
         sides = load(tmp_path / name, None)
-        found = [[p.fen for kind, p in side if kind == "mates"] for side in sides]
+        found = [[p.fen for pool, p in side if pool == "mates"] for side in sides]
         told = f"{name} has {sum(fen in own for fen in mate[0])} positions with a mate in one to train on and "
         assert told in (said := capsys.readouterr().out)
         assert said.endswith(", so questions about mates are about the embedded positions.\n") == (name != "some")

@@ -388,7 +388,7 @@ def test_settings_of_chess_reach_what_they_name(monkeypatch):
         settings.GIVEN["arguments"] = {name: str(value) for name, value in changes.items()}
         importlib.reload(rewards)
         config = types.SimpleNamespace(extra={"chess_format": "expanded"})
-        items = [(kind, Position(FEN, (), MOVES)) for kind in ("mates", "moves")] * 20
+        items = [(pool, Position(FEN, (), MOVES)) for pool in ("mates", "ordinary")] * 20
         return Counter(question.kind for question in rewards.make_questions(items, 20, random.Random(0), config))
 
     kinds = chess(MIX_ENV_RATIO=0.4, MIX_FIRST_RATIO=0.5, MAX_NEW_TOKENS=7, MATES_KL=0.5)

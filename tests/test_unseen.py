@@ -48,7 +48,7 @@ def test_known_boards_are_those_of_both_files_mirrored_or_not(known):
 
 def test_it_is_a_source_for_evaluation_without_training_items(part):
     items, found = load_items(mates, str(FILE), SimpleNamespace(extra={}))
-    kinds = [sorted(p.fen for kind, p in found if kind == wanted) for wanted in ("ordinary", "mates")]
+    kinds = [sorted(p.fen for pool, p in found if pool == wanted) for wanted in ("ordinary", "mates")]
     assert items == [] and kinds == [sorted(p.fen for p in side) for side in part]
     questions = mates.make_questions(found, 60, random.Random(0), SimpleNamespace(extra={}))
     assert len(questions) == 60 and {"mates", "moves"} == {question.kind for question in questions}
@@ -63,7 +63,7 @@ def test_a_position_without_labels_is_there_for_its_mate_alone_only_if_others_ha
     assert mating.beside("mine", [], [mate, labelled])[1] == [("mates", mate), ("ordinary", labelled)]
     assert mating.beside("mine", [], [mate, quiet])[1] == [("mates", mate), ("ordinary", mate), ("ordinary", quiet)]
     both = mating.beside("mine", [mate, labelled], [labelled])  # none is held out, so the embedded ones are asked
-    assert [len([kind for kind, _ in side if kind == "mates"]) for side in both] == [*map(len, mating.embedded())]
+    assert [len([pool for pool, _ in side if pool == "mates"]) for side in both] == [*map(len, mating.embedded())]
     assert mating.beside("mine", [], [labelled]) == [[], [("ordinary", labelled)]]
 
 
