@@ -38,9 +38,9 @@ def advantages(values, group_size, scale="none", best_of=1):
 
     By default an advantage is a value minus its group's mean, and exactly 0 where all values of a group are alike.
     (RLOO, which subtracts the mean of the other answers, is the same times G/(G-1).) scale="std" also divides by the
-    group's standard deviation (see deviation()), as in GRPO's first paper (Shao et al., 2024, DeepSeekMath); that favours
-    questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k give what is rare more
-    weight, see weights_by_rank().
+    group's standard deviation (see deviation()), as the first paper on GRPO does (Shao et al., 2024, DeepSeekMath).
+    That favours questions whose answers score alike (Liu et al., 2025, Dr. GRPO). scale="mean" and best_of=k give what
+    is rare more weight, see weights_by_rank().
     """
     if scale not in SCALES:
         raise ValueError(f"{scale!r} is no way to scale rewards; there are {', '.join(SCALES)}.")
@@ -290,7 +290,8 @@ def logprobs_of_logits(logits, tokens, temperature):
 
 
 def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2**28):
-    """The same from hidden states (N, T, C), of which `head` makes the logits.
+    """Logprobs and entropies (N, T), as logprobs_of_logits() makes them, but from hidden states (N, T, C), of which
+    `head` makes the logits.
 
     Logits are the largest tensors of all. If there are at most `most_logits` numbers, they are made once and kept, and
     only their fp32 copies are made a few rows at a time, and made again in the backward pass. If there are more, the
@@ -303,7 +304,7 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2
         return logprobs_of_logits(logits, some_tokens, temperature)
 
     if hidden.is_cuda:
-        logits_in_a_part = most_logits // 2
+        logits_in_a_part = most_logits // 2  # as hardware.bytes_of_logits() expects
     elif at_once:
         logits_in_a_part = 2**22  # they fit the caches of a CPU
     else:

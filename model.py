@@ -2,7 +2,8 @@
 
 There is no dropout, whatever config.json says: with it, policy and reference would be different functions, and their KL
 would be large before the first update. Training, prefill and decoding run the same layers, so sampling and training
-compute the same logprobs. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al., 2019).
+compute the same logprobs, up to rounding. Names and sizes are those of transformers' GPT2LMHeadModel (Radford et al.,
+2019).
 
 A prompt is split before its last token, see Prefix: all tokens but the last are shared by the rows of a group, and the
 last one is the first input of each row, as the model's output there predicts the first token of the answer.

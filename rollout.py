@@ -158,13 +158,14 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     """The Rollout of `group_size` completions for each of `prompts` (lists of token ids), without texts; temperature 0
     is greedy. `most_new`: the most new tokens for each prompt. All randomness is in `noise`, uniform numbers
     (N, max(most_new)), drawn here if not given. `stop_tokens`: as stop_tokens_of() returns them; if not given,
-    config.json's end token."""
+    the end token of the model's config."""
     device = model.wte.weight.device
     T = max(most_new)
     on_cuda = device.type == "cuda"
     prompts, lengths = pad_prompts(prompts, device)
     prefix = model.prefill(prompts, lengths)
-    dtype = model.dtype if on_cuda else torch.float32  # on a CPU small products are faster in fp32
+    # On a CPU small products are faster in fp32; with bf16, so sampler and training round differently
+    dtype = model.dtype if on_cuda else torch.float32
     prefix.layers = [[x.to(dtype).contiguous() for x in layer] for layer in prefix.layers]
     rows = new_rows(model, prefix.last_tokens, group_size, most_new, noise, stop_tokens)
     cache = empty_cache(prefix, group_size)
@@ -186,7 +187,7 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     is_below_limit = token_index < rows.most_new[:, None]  # (N, T)
     mask = (ends_before == 0) & is_below_limit  # up to the first end, or to the limit
     hit_limit = ~(is_end & mask).any(1)  # (N,)
-    padding = max(0, model.config.eos_token_id)  # -1 if the model has no end token
+    padding = max(0, model.config.eos_token_id)  # -1 in tools.bench, whose answers never end
     longest = int(mask.any(0).sum())  # GPU sync
     return Rollout(
         prompts=prompts,
@@ -218,7 +219,7 @@ def new_rows(model, last_prompt_tokens, group_size, most_new, noise, stop_tokens
     stop_tokens = stop_tokens or {model.config.eos_token_id: 0}
     end_from = torch.full((model.config.vocab_size,), T)  # T means never: t is always below it
     for token, first in stop_tokens.items():
-        if token >= 0:  # -1 if the model has no end token
+        if token >= 0:  # -1 in tools.bench, whose answers never end
             end_from[token] = first
     return Rows(
         t=torch.zeros(1, dtype=torch.long, device=device),

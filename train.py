@@ -253,6 +253,7 @@ def best_of_at(step):
 
 
 def set_learning_rates(optimizers, factor):
+    """`initial_lr` is the rate that an optimizer was made with, which load_models() keeps there."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
@@ -302,7 +303,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     for name, value in per_token(epochs[0]).items():  # the first epoch measures the weights that sampled
         if name.endswith(("logprob_gap", "kl", "entropy")):
             metrics[name] = value
-    for name, value in per_token(epochs[-1]).items():  # the last one shows how far the updates moved from them
+    for name, value in per_token(epochs[-1]).items():  # the last one shows how far those before it moved from them
         if name in grpo.LOSS_SUMS:
             metrics[name] = value
     metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
