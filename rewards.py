@@ -113,7 +113,7 @@ def draw_ordinary(ordinary, count, n_moves, rng):
     checks = [p for p in candidates if chess.Board(p.fen).is_check()]
     checks = checks[: round(CHECK_SHARE * n_moves)]
     others = [p for p in candidates if p not in checks]
-    others = others[: n_moves - len(checks)]
+    others = others[: n_moves - len(checks)]  # may hold further checks where these are dense
     return for_other_kinds + others + checks
 
 

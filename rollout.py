@@ -164,7 +164,8 @@ def generate(model, prompts, group_size, most_new, temperature=1.0, noise=None, 
     on_cuda = device.type == "cuda"
     prompts, lengths = pad_prompts(prompts, device)
     prefix = model.prefill(prompts, lengths)
-    # On a CPU small products are faster in fp32; with bf16, so sampler and training round differently
+    # Attention takes the dtype of these keys. On a CPU its small products are faster in fp32, so with DTYPE=bfloat16
+    # sampler and training round differently there.
     dtype = model.dtype if on_cuda else torch.float32
     prefix.layers = [[x.to(dtype).contiguous() for x in layer] for layer in prefix.layers]
     rows = new_rows(model, prefix.last_tokens, group_size, most_new, noise, stop_tokens)

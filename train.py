@@ -41,8 +41,8 @@ from nanorook import hardware, loggers, lora, monitor, parallel, report, sizes
 from nanorook.run import Run, catch_signals, continuation, explain, processes_of, restore, write
 from nanorook.settings import fail, fail_if, heading, setting
 from nanorook.task import (
-    checked_questions,
     draw_questions,
+    draw_with_checks,
     grade_answers,
     load_items,
     load_task,
@@ -303,7 +303,8 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     for name, value in per_token(epochs[0]).items():  # the first epoch measures the weights that sampled
         if name.endswith(("logprob_gap", "kl", "entropy")):
             metrics[name] = value
-    for name, value in per_token(epochs[-1]).items():  # the last one shows how far those before it moved from them
+    # The last epoch's ratios show how far the earlier updates moved the policy from the weights that sampled
+    for name, value in per_token(epochs[-1]).items():
         if name in grpo.LOSS_SUMS:
             metrics[name] = value
     metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
@@ -555,9 +556,9 @@ def load_questions(config):
              f"BATCH_POSITIONS={BATCH_POSITIONS} and 1 are needed; provide more, or lower BATCH_POSITIONS.")  # fmt: skip
     if EVAL_POSITIONS > len(held_out):
         parallel.log(f"EVAL_POSITIONS={EVAL_POSITIONS}, but only {len(held_out)} items are held out; all are used.")
-    checked_questions(task, items, BATCH_POSITIONS, random.Random(SEED), config)  # only to find the task's mistakes
+    draw_with_checks(task, items, BATCH_POSITIONS, random.Random(SEED), config)  # only to find the task's mistakes
     count = min(EVAL_POSITIONS, len(held_out))
-    questions = checked_questions(task, held_out, count, random.Random(SEED), config)
+    questions = draw_with_checks(task, held_out, count, random.Random(SEED), config)
     return items, len(held_out), questions
 
 

@@ -188,7 +188,7 @@ def draw_questions(task, items, count, rng, config):
     return check_questions(task, questions)
 
 
-def checked_questions(task, items, count, rng, config):
+def draw_with_checks(task, items, count, rng, config):
     """As draw_questions, with checks that would slow down later steps: items are unchanged, truths fit into JSON, and
     all processes ask the same."""
     try:
