@@ -172,10 +172,11 @@ def credit(pieces, char_ends, T):
 def policy_loss(logprobs, old_logprobs, advantages, mask, *, loss, clip_low, clip_high, normalizer, importance=None):
     """The loss to minimise, and metrics: sums over tokens, so that those of microbatches add up.
 
-    `logprobs` (N, T), with gradient, are those of the policy in training; `old_logprobs` are those of the weights that
-    sampled, by the same forward pass. `normalizer` is loss_normalizer() of the whole batch; `importance` (N, T) comes
-    from importance_weights(). `clip_low` and `clip_high` are CLIP_RANGE and CLIP_RANGE_HIGH; in the sums, the same
-    names count the tokens whose gradient the clip has changed.
+    `advantages` are (N, T), one for each token, or (N, 1), one for each answer. `logprobs` (N, T), with gradient, are
+    those of the policy in training; `old_logprobs` are those of the weights that sampled, by the same forward pass.
+    `normalizer` is loss_normalizer() of the whole batch; `importance` (N, T) comes from importance_weights().
+    `clip_low` and `clip_high` are CLIP_RANGE and CLIP_RANGE_HIGH; in the sums, the same names count the tokens whose
+    gradient the clip has changed.
 
     grpo     PPO's clipped objective (Schulman et al., 2017), mean over each completion, then over completions
              (Shao et al., 2024): a token of a long completion weighs less
@@ -280,8 +281,8 @@ def distribution(logits, temperature):
 
 def logprobs_of_logits(logits, tokens, temperature):
     """Logprobs of the tokens and entropies of the distribution, both (N, T), from logits (N, T, V). The entropy has no
-    gradient: it is a metric. (To train it, use -(logp.exp() * logp).sum(-1), as the gradient of entr is NaN where p is
-    0, and set `all_have_gradient` in train.update().)"""
+    gradient: it is a metric. (To train it, use -(logp.exp() * logp.clamp(min=-1e4)).sum(-1), as the gradient of entr
+    is NaN where p is 0, add it in train.loss_and_sums(), and set `all_have_gradient` in train.update().)"""
     logp = distribution(logits, temperature)  # (N, T, V)
     p = logp.detach().exp()  # (N, T, V)
     entropy = torch.special.entr(p).sum(-1)  # (N, T); entr(p) = -p log p, and 0 at p = 0

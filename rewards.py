@@ -188,7 +188,8 @@ def policy_truth(position):
 
 
 def first_question(kind, position, text_format):
-    """Asks for the first candidate alone; the truth lists the moves that reach each rung of the reward."""
+    """Asks for the first candidate alone; the truth lists the moves that reach each rung of the reward. A rung pays its
+    whole weight or nothing."""
     board = chess.Board(position.fen)
     rungs = {"legal": [move.uci() for move in board.legal_moves]}
     if kind == "mates":
@@ -199,6 +200,9 @@ def first_question(kind, position, text_format):
         if five:
             highest = max(five.values())
             rungs |= {"top5": [*five], "best": [uci for uci in five if five[uci] == highest]}
+    unknown = {*FIRST_WEIGHTS[kind]} - {"structure", "top5", "best", *rungs}
+    if unknown:
+        fail(f"FIRST_WEIGHTS pays for {unknown.pop()!r}, but first_question lists no moves for it.")
     prompt = first_prompt(position.fen, text_format)
     begins_with_space = prompt.endswith(":")
     return Question(kind, prompt, rungs, stop=" ", stop_after=int(begins_with_space))

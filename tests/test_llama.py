@@ -127,7 +127,7 @@ def refused(folder, **changes):
 
 
 REFUSED = {
-    "model_type is 'mixtral', but only gpt2, nanorook, llama, qwen2, qwen3 are known": {"model_type": "mixtral"},
+    f"model_type is 'mixtral', but only {', '.join(architectures.CLASSES)} are known": {"model_type": "mixtral"},
     "use_sliding_window is True, but only False": {"use_sliding_window": True},
     "layer_types is 'sliding_attention', but only": {"layer_types": ["full_attention", "sliding_attention"]},
     "quantization_config is {'bits': 4}, but only None": {"quantization_config": {"bits": 4}},
