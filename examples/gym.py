@@ -1,14 +1,13 @@
 """Tasks of the package reasoning-gym (Stojanovski et al., 2025), which makes questions and grades their answers.
 
     python -m pip install reasoning-gym==0.1.25
-    TASK=examples/gym.py DATA=letter_counting ./train.sh
-    TASK=examples/gym.py DATA='chain_sum {"min_terms": 2, "max_terms": 2}' SHOTS=4 ./train.sh
+    TASK=examples/gym.py DATA='lcm {"max_value": 20}' SHOTS=4 MAX_NEW_TOKENS=16 ./train.sh
 
 DATA names a task and, after a space, what differs from its own configuration. A small model finds most tasks too hard
 as they are. So look for an easier configuration first, one that the model solves now and then; SHOTS puts worked
-examples before each question:
+examples before each question. docs/tasks.md has a table of eleven:
 
-    python -m tools.evaluate runs/smollm2 TASK=examples/gym.py DATA=letter_counting SHOTS=4 EVAL_SAMPLES=16
+    python -m tools.evaluate runs/smollm2 TASK=examples/gym.py DATA='lcm {"max_value": 20}' SHOTS=4 EVAL_SAMPLES=16
 
 The answer is the whole text, or what stands between <answer> and </answer> if the text has such a pair.
 """
