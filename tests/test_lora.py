@@ -257,7 +257,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monk
     assert "model.safetensors" in toy.main(tmp_path / "out", LORA_RANK=16, **changes)  # it fits, so it would be loaded
     monkeypatch.setattr(hardware, "memory", lambda device: (1e8, 1e8))
     said = toy.main(tmp_path / "out", LORA_RANK=16, **changes)
-    assert "GB are missing: take a smaller model, or lower BATCH_POSITIONS" in said
+    assert "GB are missing: take a smaller model, or lower GROUP_SIZE" in said
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
