@@ -27,8 +27,8 @@ from rook import board, mating, positions, stockfish
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
-MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.09, "share of environment questions (A:); the rest are policy questions (P:)", low=0, high=1)
-MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.96, "share of policy questions that ask for the first candidate alone, half of them in positions with a mate in one", low=0, high=1)
+MIX_ENV_RATIO              = setting("MIX_ENV_RATIO", 0.09, "share of environment questions (A:); the prompts of the others begin with P:", low=0, high=1)
+MIX_FIRST_RATIO            = setting("MIX_FIRST_RATIO", 0.96, "share of the prompts with P: that ask for the first candidate alone (kinds moves and mates), half of them in positions with a mate in one; the others are of the kind policy", low=0, high=1)
 MAX_NEW_TOKENS             = setting("MAX_NEW_TOKENS", 144, "the most tokens of a whole answer", low=1)
 MATES_KL                   = setting("MATES_KL", 0.2, "KL_COEF is multiplied by this for questions about mates", low=0)
 # fmt: on
@@ -217,7 +217,8 @@ def answers(question):
 
 
 def environment_question(position, rng, text_format, illegal_share=1 / 3):
-    """Asks about the position's own move, or a random one; none leads from a training board to a held-out one."""
+    """Asks about the position's own move, or a random one; none leads from a training board to a held-out one. A third of
+    the random moves are illegal in tools.chess_benchmark; in training, ILLEGAL_SHARE of them."""
     board, move = chess.Board(position.fen), position.asked
     if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by the 75-move rule, rare in games
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])

@@ -93,7 +93,7 @@ BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
 CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH", low=0)
-KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model; 0 loads no reference and measures no KL", low=0)
+KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model, times the task's KL_WEIGHTS for each kind of question; 0 loads no reference and measures no KL", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "if the KL per token exceeds this for any kind of question, the run goes back to its last good state", low=0)
 
@@ -378,7 +378,8 @@ def loss_and_sums(logprobs, entropy, part, normalizer):
         # Without importance weights: the sampler's rounding matters little to a penalty this small
         kl = part.kl_weights[:, None] * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
         loss = loss + KL_COEF * grpo.aggregate(kl, mask, LOSS, normalizer)
-        # Whatever KL_ESTIMATOR is, k2 is measured: a single token can blow up k3's mean.
+        # What is measured, and judged by KL_DIVERGENCE_THRESHOLD, has no weights and is k2, whatever KL_ESTIMATOR is: a
+        # single token can blow up k3's mean.
         measured["kl"] = grpo.kl(logprobs.detach(), part.ref_logprobs, mask, "k2").sum()
     sums |= measured | {f"{part.kind}/{name}": value for name, value in measured.items()}
     sums["entropy"] = torch.where(mask, entropy, 0).sum()
