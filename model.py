@@ -216,8 +216,8 @@ class GPT(nn.Module):
     # of the heads, which have q's shape, (N, H, S, D).
 
     def forward(self, tokens):
-        """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention. A step does not use it, but
-        samples with prefill() and decode(), and trains with score()."""
+        """Logits (N, S, V) of the token after each of `tokens` (N, S): plain causal attention. A step does not use it:
+        it samples with prefill() and decode(), and trains with score()."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.trunk(tokens, positions, causal_attention)  # (N, S, C)
         return self.head(hidden)
