@@ -109,7 +109,7 @@ def advantages_by_rank(groups, weights):
     The order is that of whole rewards. Each difference between neighbours is divided among the pieces as the two
     answers differ in them, so an answer's pieces add up to its advantage in the group of whole rewards.
     Answers with equal rewards form a block, and their mean takes their place in that order. They differ only in how the
-    reward is split among the pieces, and that difference is paid by the mean of the weights inside the block. The
+    reward is split among the pieces, and that difference is weighted by the mean of the weights inside the block. The
     result is the mean over all orders in which the answers of a block could stand: an answer stands directly above
     each difference inside the block equally often, and differences further down cancel on average.
 
@@ -295,8 +295,8 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature=1.0, most_logits=2
     `head` makes the logits.
 
     Logits are the largest tensors of all. If there are at most `most_logits` numbers, they are made once and kept, and
-    only their fp32 copies are made a few rows at a time, and made again in the backward pass. If there are more, the
-    logits themselves are made like that, too."""
+    only their fp32 copies are made a few rows at a time, and made again in the backward pass. If there are more, this
+    holds for the logits themselves as well."""
     at_once = tokens.numel() * V <= most_logits
     inputs = head(hidden) if at_once else hidden  # (N, T, V) or (N, T, C)
 
