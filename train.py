@@ -162,8 +162,8 @@ def main():
         snapshot = run.snapshot(model, optimizers) if step % SNAPSHOT_EVERY == 0 else None
         factor = grpo.schedule(step, STEPS, WARMUP_STEPS, LR_SCHEDULE) * run.lr_factor
         set_learning_rates(optimizers, factor)
-        most_tokens = run.microbatch  # of a microbatch: MICROBATCH_TOKENS, or what start() found to fit
-        metrics |= update(model, reference, optimizers, rollouts, most_tokens, check=step == 0)
+        # The most tokens of a microbatch are MICROBATCH_TOKENS, or what start() found to fit
+        metrics |= update(model, reference, optimizers, rollouts, most_tokens=run.microbatch, check=step == 0)
         time_updated = time.perf_counter()
 
         # What happened
