@@ -104,16 +104,20 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
             yield sample_alike(model, some_questions, group_size, limits, temperature, some_noise)
 
 
+def room_after(prompt, config):
+    """The number of positions that a prompt, a list of token ids, leaves for an answer."""
+    room = config.n_positions - len(prompt)
+    if room < 1:
+        fail(f"a prompt of {len(prompt)} tokens leaves no room for an answer in the model's {config.n_positions} "
+             "positions; use shorter prompts.")  # fmt: skip
+    return room
+
+
 def sample_alike(model, questions, group_size, limits, temperature, noise):
     """The Rollout of questions that have the same kind and stop."""
     kind, _, _, stop, stop_after = questions[0]  # as of all the others
     prompts = [prompt_ids(question.prompt, model.tokenizer) for question in questions]
-    longest = max(map(len, prompts))
-    room = model.config.n_positions
-    if longest >= room:
-        fail(f"a prompt of {longest} tokens leaves no room for an answer in the model's {room} positions; use shorter "
-             "prompts.")  # fmt: skip
-    most_new = [min(limits[kind], room - len(prompt)) for prompt in prompts]
+    most_new = [min(limits[kind], room_after(prompt, model.config)) for prompt in prompts]
     if noise is not None:
         noise = noise[:, :, : max(most_new)].flatten(0, 1)  # (N, T)
     stop_tokens = stop_tokens_of(model.tokenizer, kind, stop, stop_after)

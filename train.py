@@ -55,7 +55,7 @@ from nanorook.verdict import card, in_lines, verdict
 from rollout import distinct_rows, microbatches, sample
 
 # A task's DEFAULTS, and those for the size of the model in nanorook/sizes.py, replace the defaults below. --help shows
-# what they are for this task and model.
+# the task's, and a run prints those for its model at its start.
 # fmt: off
 TASK                    = setting("TASK", "rewards.py", "the task: a file that makes questions and grades answers; docs/tasks.md says what it has to provide")
 heading(f"The task {TASK}")
@@ -90,10 +90,10 @@ LOSS                    = setting("LOSS", "dapo", "which policy loss, see grpo.p
 CREDIT                  = setting("CREDIT", "piece", "what a token is credited with; piece: the components of the reward that judge it; answer: the whole reward, as in plain GRPO", one_of=("piece", "answer"))
 SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by their group's standard deviation (std), give rare successes more weight (mean), or neither (none), see grpo.advantages", one_of=grpo.SCALES)
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one; against that, the KL weighs at least k times as much, see grpo.weights_by_rank", low=1, high=GROUP_SIZE - 1)
-BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "whether the k of BEST_OF stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
+BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "with BEST_OF above 1, whether k stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
-CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH", low=0)
-KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model, times the task's KL_WEIGHTS for each kind of question; 0 loads no reference and measures no KL", low=0)
+CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH; no effect with EPOCHS=1", low=0)
+KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model, times the task's KL_WEIGHTS for each kind of question; 0 loads no reference and measures no KL, so KL_DIVERGENCE_THRESHOLD has no effect", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "if the KL per token exceeds this for any kind of question, the run goes back to its last good state", low=0)
 
@@ -478,11 +478,13 @@ def start():
     hardware.flush_denormals()
     device = join_processes()
     run, source, saved = open_run()
+    if run.device != device.type:  # of a new run, or of one that was begun on another device, where other choices hold
+        run.device, run.dtype, run.microbatch = device.type, "", 0
     model, reference, optimizers = load_models(run, source, device, saved)
     items, held_out, questions = load_questions(model.config)
     planned = min(parallel.gather([plan_memory(model, questions)]))  # also sets model.most_logits and model.recompute
-    if reference:  # it cuts logits into the same parts as the policy, so that they are rounded alike
-        reference.most_logits = model.most_logits
+    if reference:  # computed in the same way as the policy, so that both are rounded alike
+        reference.most_logits, reference.recompute = model.most_logits, model.recompute
     # What is given, or what a resumed run began with, as free memory may have changed, or what fits
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, len(items), held_out, run.microbatch))
@@ -580,13 +582,14 @@ def make_optimizers(model):
 
 
 def plan_memory(model, questions):
-    """The most tokens of a microbatch. If a group or MICROBATCH_TOKENS needs too much memory, blocks are recomputed.
-    Logits are made in parts that fit."""
+    """The most tokens of a microbatch. If these, or a group, need too much memory, blocks are recomputed. Logits are made
+    in parts that fit."""
     lengths = [len(prompt_ids(q.prompt, model.tokenizer)) + task.LIMITS[q.kind] for q in questions]
     model.most_logits = hardware.most_logits(model)
-    must_fit = max(MICROBATCH_TOKENS, GROUP_SIZE * max(task.LIMITS.values()))  # a whole group, as it is never split
-    model.recompute = hardware.must_recompute(model, must_fit, max(lengths))
-    return MICROBATCH_TOKENS or hardware.microbatch_tokens(model, max(lengths))
+    group = GROUP_SIZE * max(task.LIMITS.values())  # which is never split
+    chosen = MICROBATCH_TOKENS or (hardware.CPU_MICROBATCH if model.wte.weight.device.type == "cpu" else 0)
+    model.recompute = hardware.must_recompute(model, max(chosen, group), max(lengths))
+    return chosen or hardware.microbatch_tokens(model, max(lengths))  # on CUDA it depends on what is recomputed
 
 
 def finish(run, model, optimizers, eval_questions, stop_signals):
@@ -624,5 +627,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:  # before the loop; in it, a signal saves a checkpoint first
         sys.exit(130)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         explain(error, task, continuation(OUT_DIR, FRESH))

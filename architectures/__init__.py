@@ -30,11 +30,11 @@ def class_of(folder):
 
 def load(source, dtype=torch.float32):
     """The model in a Hugging Face folder or on the hub, with matrices in `dtype`. A folder of LoRA adapters gives the
-    model that it names, with these adapters."""
+    model that it names, with these adapters; if that is a folder of adapters, too, the first ones are merged."""
     folder = fetch(source)
     adapters = lora.read_config(folder)
     if adapters:
-        return lora.load(load(adapters.base, dtype), adapters, folder)
+        return lora.load(lora.merged(load(adapters.base, dtype), dtype), adapters, folder)
     return class_of(folder).load(folder, dtype)
 
 

@@ -79,7 +79,7 @@ def is_held_out(question):
     """Whether a question is evaluated on and never trained on: one in five, by a hash of its text. So it stays held out
     when more questions join it, and other spaces or capitals do not make it a new one."""
     words = " ".join(question.lower().split())
-    return zlib.crc32(words.encode()) % 5 == 0
+    return zlib.crc32(words.encode(errors="replace")) % 5 == 0
 
 
 @functools.cache

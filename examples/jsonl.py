@@ -9,6 +9,7 @@ file.
 """
 
 import re
+from decimal import Decimal
 
 from examples.chat import is_held_out, prompt
 from examples.rows import read_rows
@@ -21,7 +22,7 @@ NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 def reward(text, answer):
     """What a text earns, from 0 (wrong) to 1 (right). `answer` is the reference answer of the file."""
-    if answer.startswith("/") and answer.endswith("/"):  # a regular expression, which the text has to contain
+    if re.fullmatch("/.+/", answer, re.DOTALL):  # a regular expression, which the text has to contain
         return 1.0 if re.search(answer[1:-1], text) else 0.0
     if re.fullmatch(NUMBER, answer):  # a number: the last one that the text names has to be equal to it
         numbers = [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
@@ -60,6 +61,8 @@ def read(file):
         question, answer = row.get(QUESTION), row.get(ANSWER)
         if not isinstance(question, str) or not isinstance(answer, str | int | float) or not str(answer).strip():
             fail(f"{file}, row {number}: {QUESTION} has to be a text, and {ANSWER} a text or a number.")
+        if isinstance(answer, float):
+            answer = format(Decimal(repr(answer)), "f")  # not 5e-05, which a model would not write
         answer = str(answer).strip()
         try:
             reward("", answer)
@@ -82,4 +85,4 @@ def grade(question, text, hit_limit=False):
     pieces = [("reward", worth)]
     if hit_limit:
         pieces.append(runaway(pieces))
-    return Grade(tuple(pieces), {"right": float(worth == 1)})
+    return Grade(tuple(pieces), {"right": float(worth == 1 and not hit_limit)})  # a number may be cut off

@@ -62,8 +62,9 @@ def main():
     start, trained = (
         architectures.load(source).inference_copy(torch.float32) for source in (rewards.start_model(), a.model)
     )
+    drawn = picture(first_change(start, trained))
     with open(a.out, "w") as file:
-        file.write(picture(first_change(start, trained)))
+        file.write(drawn)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python -m experiments.study runs/study TASK=examples/mates.py DATA=data/test.txt.gz
 
 The folder has runs of tools.sweep, SETTING/seed-N and SETTING/control-N, and may have models of tools.exact_gradient in
-the same places. A policy is computed once and kept next to its model.
+the same places. A policy is computed once and kept in FOLDER/policies, under a hash of the weights and the questions.
 """
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +21,7 @@ if __name__ == "__main__":
 import architectures
 import train
 from nanorook import hardware
+from nanorook.run import finished
 from nanorook.settings import ROOT, fail
 from nanorook.statistics import with_interval
 from nanorook.task import start_folder
@@ -41,10 +43,13 @@ SETTINGS = {  # folder: its name for people
     "exact-best-of-4": "exact gradient, best of 4",
     "g8-plain": "groups of 8, plain",
     "g8-best-of-4": "groups of 8, best of 4",
+    "g64-plain": "groups of 64, plain",
+    "g64-best-of-4": "groups of 64, best of 4",
     "control": "shuffled control of plain",
 }
-COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #882255 #44aa99 #f0e442 #56b4e9 #999999".split()
-COLOURS = dict(zip(["start", *SETTINGS.values()], COLOURS))
+COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #882255 #44aa99 #f0e442 #56b4e9".split()
+COLOURS += ["#332288", "#117733", "#999999"]
+COLOURS = dict(zip(["start", *SETTINGS.values()], COLOURS, strict=True))
 TRIES = 2 ** np.arange(11)  # the k of the curves of pass@k
 CHANGES = {
     "α of the nearest sharpened start": "α",
@@ -61,16 +66,27 @@ def models_in(folder):
     found = {}
     for setting, name in SETTINGS.items():
         runs = folder.glob("plain/control-*" if setting == "control" else f"{setting}/seed-*")
-        if models := [run / "model" for run in sorted(runs) if (run / "model").exists()]:
+        if models := [run / "model" for run in sorted(runs) if is_trained(run)]:
             found[name] = models
     return found
 
 
-def policy_of(model, questions, kept, device):
-    """The compare.Policy of a model folder, from the file where it was kept if there is one."""
+def is_trained(run):
+    """Whether a run has ended. One that was stopped has a model, too; that of tools.exact_gradient has no run.json."""
+    return (run / "model").exists() and (finished(run) or not (run / "run.json").exists())
+
+
+def policy_of(model, questions, folder, device):
+    """The compare.Policy of a model folder, kept in a file of this folder."""
+    asked = hashlib.sha256((Path(model) / "model.safetensors").read_bytes())
+    asked.update(repr([train.TEMPERATURE, *((q.question.prompt, q.texts, q.rewards) for q in questions)]).encode())
+    kept = folder / f"{asked.hexdigest()[:16]}.npz"
     if not kept.exists():
         found = compare.policy(architectures.load(model).to(device), questions)
-        np.savez_compressed(kept, **found._asdict())
+        folder.mkdir(exist_ok=True)
+        unfinished = kept.with_name(f".{kept.name}")
+        np.savez_compressed(unfinished, **found._asdict())
+        unfinished.replace(kept)
     with np.load(kept) as arrays:
         return compare.Policy(**arrays)
 
@@ -127,13 +143,14 @@ def draw_pass_at_k(start, models, file):
 
 def draw_policies(start, models, file):
     """For each position the probability of a mate before (across) and after (up), seeds averaged."""
-    figure, several = pyplot.subplots(1, len(models), figsize=(3.4 * len(models), 3.6), sharey=True)
-    for axes, (name, policies) in zip(several, models.items()):
+    size = 3.4 * len(models), 3.6
+    figure, several = pyplot.subplots(1, len(models), figsize=size, sharey=True, squeeze=False)
+    for axes, (name, policies) in zip(several[0], models.items()):
         axes.plot([1e-4, 1], [1e-4, 1], color="#888", lw=1, ls="--")
         after = np.mean([p.found for p in policies], 0)
         axes.scatter(start.found, after, s=4, alpha=0.35, color="#0072b2", lw=0, rasterized=True)
         axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1), title=name, xlabel="mate, before")
-    several[0].set_ylabel("mate, after")
+    several[0, 0].set_ylabel("mate, after")
     save(figure, file)
 
 
@@ -164,11 +181,10 @@ def main():
     source = train.MODEL or start_folder(train.task)
     questions = compare.listed_questions(architectures.load(source).config)
     questions = [question for question in questions if question.question.kind == KIND]
-    kept = f"policy-{len(questions)}.npz"
-    start = policy_of(source, questions, a.folder / kept, device)
+    start = policy_of(source, questions, a.folder / "policies", device)
     models = {}
     for name, some in found.items():
-        models[name] = [policy_of(model, questions, model.with_name(kept), device) for model in some]
+        models[name] = [policy_of(model, questions, a.folder / "policies", device) for model in some]
     titled = {}
     for name, policies in models.items():
         seeds = f"{len(policies)} seeds" if len(policies) > 1 else "one seed"
@@ -180,7 +196,9 @@ def main():
         (ROOT / "experiments" / f"{file}.json").write_text(as_lines({"rows": rows}))
     pictured = {name: some for name, some in models.items() if "groups" not in name and "exact" not in name}
     draw_pass_at_k(start, pictured, ROOT / "docs" / "pass-at-k.svg")
-    draw_policies(start, {name: pictured[name] for name in ("plain", "best of 4")}, ROOT / "docs" / "policies.svg")
+    compared = {name: pictured[name] for name in ("plain", "best of 4") if name in pictured}
+    if compared:
+        draw_policies(start, compared, ROOT / "docs" / "policies.svg")
     draw_front(start, models, ROOT / "docs" / "front.svg")
 
 

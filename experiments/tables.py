@@ -85,7 +85,7 @@ def made(request):
         seconds = (finished - started).total_seconds()
         time = f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
         where = f"on {about['machine']}, {about['dtype']}, {about['started'][:10]}, {time} a run"
-        lines += f"\nMade by `{command}` {where}, commit {', '.join(about['commits'])}.\n"
+        lines += f"\nMade by `{command}` {where}, commit {about['commit']}.\n"
     return lines
 
 

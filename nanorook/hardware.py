@@ -14,6 +14,7 @@ from nanorook import lora
 from nanorook.settings import fail
 
 LORA_RANK = 16  # that is proposed for a model which does not fit
+CPU_MICROBATCH = 4096  # tokens: more are not faster
 
 
 def choose_device(name="auto"):
@@ -170,7 +171,7 @@ def microbatch_tokens(model, keys):
     into four fifths of the free memory, up to 32,768."""
     device = model.wte.weight.device
     if device.type == "cpu":
-        return 4096
+        return CPU_MICROBATCH
     room = 0.8 * memory(device)[0] - 16 * count_trained(model)
     each, tokens = bytes_of_a_token(model, keys), 32768
     while tokens > 1 and tokens * each + bytes_of_logits(model, tokens, keys) > room:

@@ -108,7 +108,7 @@ def settings(runs):
 
 TRAINING = {  # metric: its title, and the unit
     "reward": ("Reward", "mean over a step's answers"),
-    "frac_zero_std": ("Groups without a signal", "share with equal rewards"),
+    "frac_zero_std": ("Groups with equal rewards", "share"),
     "hit_limit": ("Cut off", "share of completions"),
     "length": ("Completion length", "tokens"),
     "kl": ("KL to the reference", "nats per token"),

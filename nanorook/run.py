@@ -39,6 +39,7 @@ class Run:
     def __init__(self, out):
         self.out = Path(out)
         self.step = 0  # steps made so far
+        self.device = ""  # cpu or cuda, for which the following two were chosen
         self.dtype = ""  # of the matrix products, chosen once: a second measurement might choose another one
         self.microbatch = 0  # the most tokens in one, likewise
         self.start_hash = ""  # of the start model's weights

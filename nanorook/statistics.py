@@ -66,14 +66,14 @@ def differences(before, after):
     return [b - a for a, b in zip(spread(before), spread(after))]
 
 
-def gain(before, after, paired=True):
+def gain(before, after):
     """The mean of after - before, its half-width and the degrees of freedom of that, question by question if both were
     asked the same ones."""
     if [value is None for value in before] == [value is None for value in after]:
         before, after = known(before), known(after)
     few = min(len(known(before)), len(known(after)))  # of which differences have the degrees of freedom
     freedom = max(1, few - 1)
-    if not paired or (values := differences(before, after)) is None:
+    if (values := differences(before, after)) is None:
         (a, a_half), (b, b_half) = interval(known(before)), interval(known(after))
         return b - a, math.hypot(a_half, b_half), freedom
     mean, half = interval(values)

@@ -115,10 +115,10 @@ def in_words(figures, first, last, gains, names, most=3):
     ranks = {measure: rank for rank, measure in enumerate(names)}
     ordered = sorted(figures, key=lambda name: -abs(gains[name][0]))
     ordered.sort(key=lambda name: ranks.get(measure_and_way(name)[0], len(ranks)))
-    by_measure = {}
+    seen, by_measure = {measure_and_way(name) for name in figures}, {}
     for name in ordered:
         measure, way = measure_and_way(name)
-        if way != "pass@1":  # which are the sampled answers once more
+        if way != "pass@1" or (measure, "sampled") not in seen:  # it is the sampled answers once more
             by_measure.setdefault(measure, []).append(f"{way} {change(name, first, last, gains)}")
     items = [f"{names.get(measure, measure)}, {', '.join(texts)}" for measure, texts in by_measure.items()]
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")

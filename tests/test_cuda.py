@@ -235,7 +235,7 @@ def test_counting_what_is_kept_keeps_no_weights():
     assert weight() is None
 
 
-def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
+def test_a_resumed_run_keeps_its_microbatches(toy_run, tmp_path, monkeypatch, capsys):
     cuts, update = [], train.update
 
     def counted(*args, most_tokens, **more):
@@ -244,9 +244,15 @@ def test_a_resumed_run_keeps_its_microbatches(toy_run, monkeypatch, capsys):
 
     monkeypatch.setattr(train, "update", counted)
     for steps, most in ((1, 77), (2, 99)):
-        monkeypatch.setattr(hardware, "microbatch_tokens", lambda *_, most=most: most)
+        monkeypatch.setattr(hardware, "CPU_MICROBATCH", most)
         toy_run(STEPS=steps)
     toy_run(STEPS=3, MICROBATCH_TOKENS=55)
     assert cuts == [77, 77, 55] and capsys.readouterr().out.count("microbatches of 77 tokens") == 2
     toy_run(STEPS=4)  # that was not its own
     assert cuts[3:] == [99]
+    file = max(tmp_path.glob("out/step-*")) / "trainer.pt"
+    saved = torch.load(file, weights_only=True)
+    assert (saved["device"], saved["dtype"], saved["microbatch"]) == ("cpu", "", 99)
+    torch.save(saved | {"device": "cuda", "dtype": "bfloat16", "microbatch": 32768}, file)
+    toy_run(STEPS=5)  # begun on a GPU, whose choices do not hold here
+    assert cuts[4:] == [99]

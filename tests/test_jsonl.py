@@ -38,7 +38,16 @@ def test_a_number_a_text_or_a_regular_expression_is_compared_as_such():
             grade = jsonl.grade(Question("jsonl", "?", answer), text)
             cut = jsonl.grade(Question("jsonl", "?", answer), text, hit_limit=True)
             assert (grade.reward, grade.metrics["right"]) == (worth, worth == 1), (answer, text)
+            assert cut.metrics["right"] == 0
             assert cut.reward == pytest.approx(0.3 * worth)
+
+
+def test_answers_that_json_spells_in_its_own_way(tmp_path):
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"question": "a", "answer": 0.00005}\n{"question": "half \\ud83d", "answer": 1e16}\n')
+    answers = {answer for items in jsonl.load(str(file), None) for _, answer in items}
+    assert answers == {"0.00005", "10000000000000000"}
+    assert [jsonl.reward("It is 0.00005.", "0.00005"), jsonl.reward("/", "/"), jsonl.reward("plus", "/")] == [1, 1, 0]
 
 
 def test_any_text_is_graded():

@@ -288,6 +288,10 @@ def test_a_run_may_begin_with_adapters(toy_run, tmp_path):
         assert row["kl"] == 0
     last = architectures.load(tmp_path / "second-2" / "adapters")  # beside what the first run had added
     assert last.lora.base == str(adapters)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    merged = architectures.load(tmp_path / "second-2" / "model")
+    assert torch.allclose(last(tokens), merged(tokens), atol=1e-4)
+    assert not torch.allclose(last(tokens), architectures.load(adapters)(tokens), atol=1e-4)
 
 
 WRONG = {

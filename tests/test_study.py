@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from experiments import study
-from tools import compare
+from nanorook.task import Grade, Question
+from tools import compare, exact
 
 RIGHT = np.array([[True, False, False], [False, True, False]])
 
@@ -21,16 +23,43 @@ def test_gains_are_taken_position_by_position():
     head, start, gain = study.skill_rows(START, {"run": [AFTER]})
     before, gains = dict(zip(head, start)), dict(zip(head, gain))
     assert before["pass@1"] == "15.0" and before["other"] == "5.0"
-    assert gains["greedy"].startswith("+50.0 ±") and gains["pass@1"].startswith("+20.0 ±")
+    assert gains["likeliest"].startswith("+50.0 ±") and gains["pass@1"].startswith("+20.0 ±")
     _, _, both = study.skill_rows(START, {"two seeds": [AFTER, AFTER]})
     assert dict(zip(head, both))["pass@1"].startswith("+20.0 ±")
 
 
 def test_a_run_is_shown_with_its_control():
-    head, greedy, once, *_ = study.run_and_control_rows(START, [AFTER], [START])
+    head, likeliest, once, *_ = study.run_and_control_rows(START, [AFTER], [START])
     assert head == ["", "before", "after", "gain", "gain of the shuffled control"]
-    assert greedy[:3] == ["mates found, greedy", "0.0", "50.0"] and once[:3] == ["mates found, pass@1", "15.0", "35.0"]
+    assert likeliest[:3] == ["mates found, likeliest", "0.0", "50.0"]
+    assert once[:3] == ["mates found, pass@1", "15.0", "35.0"]
     assert once[3].startswith("+20.0 ±") and once[4].startswith("+0.0 ±")
+
+
+def test_runs_that_were_stopped_are_left_out(tmp_path):
+    for name, record in {"seed-0": '{"finished": "today"}', "seed-1": "{}", "seed-2": None}.items():
+        (tmp_path / "plain" / name / "model").mkdir(parents=True)
+        if record:
+            (tmp_path / "plain" / name / "run.json").write_text(record)
+    assert [model.parent.name for model in study.models_in(tmp_path)["plain"]] == ["seed-0", "seed-2"]
+
+
+def test_a_policy_is_kept_for_these_weights_and_questions_alone(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "model.safetensors"
+    known = iter([START, AFTER, START])
+    monkeypatch.setattr(study.architectures, "load", lambda source: torch.nn.Identity())
+    monkeypatch.setattr(study.compare, "policy", lambda model, questions: next(known))
+    question = exact.Listed(Question("mates", "prompt", None), ["a"], [Grade((("legal", 1.0),), {})])
+
+    def kept(weights, questions):
+        file.write_bytes(weights)
+        return study.policy_of(tmp_path / "model", questions, tmp_path / "policies", "cpu").whole.tolist()
+
+    first, again = kept(b"1", [question]), kept(b"1", [question])
+    assert first == again == START.whole.tolist()
+    assert kept(b"2", [question]) == AFTER.whole.tolist()
+    assert kept(b"2", [question, question]) == START.whole.tolist()
 
 
 def test_what_moved_is_counted():

@@ -73,7 +73,7 @@ def test_settings_by_name_are_compared_after_the_runs(main, started, tmp_path):
     printed = main("--vary", "default", "high rate: LR=1 STEPS=9", "--seeds", "2", "--controls", "1",
                    "--show", "q right T=0", "entropy", "clipped")  # fmt: skip
     assert "| | q right T=0 | entropy | clipped |" in printed
-    assert "| default | 80.0 ± 127.1 | 0.50 ± 0.00 | 40.0 ± 0.0 |" in printed
+    assert "| default | 80.0 ± 127.1 | 0.50 | 40.0 |" in printed
     assert "| high rate | 65.0 ± 63." in printed and "| high rate, shuffled | 50.0 |" in printed
     assert [run.get("LR", "") for run in started] == ["", "", "1", "1", "", "1"]  # seed by seed
     assert (tmp_path / "high-rate" / "seed-1").is_dir()
@@ -100,6 +100,12 @@ def test_runs_with_other_settings_are_not_mixed(main, started, tmp_path):
     leave(tmp_path / "default" / "control-0", ([0.4, 0.6],) * 2, [0, 7], LR=0.03, STEPS=8, SEED="0", CONTROL="shuffle")
     with pytest.raises(SystemExit, match="control-0 was made with STEPS=8, not 9; delete it, or name another OUT"):
         main("LR=3e-2", "--seeds", "1")
+
+
+def test_a_path_may_be_spelled_as_a_user_spells_it(main, started, tmp_path):
+    leave(tmp_path / "default" / "seed-0", ([0.4, 0.6],) * 2, [0, 7], TASK="examples/sums.py", SEED="0", CONTROL="none")
+    main("TASK=./examples/sums.py", "--seeds", "1", "--controls", "0")
+    assert not started
 
 
 def test_a_run_that_does_not_finish_is_named(main, monkeypatch):

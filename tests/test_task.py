@@ -196,8 +196,9 @@ def test_a_task_that_draws_from_the_global_random_module_resumes_to_the_same(toy
     assert toy.left_by(tmp_path / "out")[0] == toy.left_by(tmp_path / "whole")[0]
 
 
-def test_an_error_of_a_file_in_the_tasks_own_code_is_told_as_the_tasks(tmp_path, toy_model, capsys):
-    source = inspect.getsource(toy).replace("    some = rng", "    open('/nowhere')\n    some = rng")
+@pytest.mark.parametrize("mistake", ["open('/nowhere')", "{}['label']", "float('a')"])
+def test_an_error_in_the_tasks_own_code_is_told_as_the_tasks(mistake, tmp_path, toy_model, capsys):
+    source = inspect.getsource(toy).replace("    some = rng", f"    {mistake}\n    some = rng")
     (tmp_path / "mine.py").write_text(source)
     said = toy.main(tmp_path / "out", MODEL=toy_model, TASK=tmp_path / "mine.py")
     again = "the same command starts the run from the beginning."

@@ -65,6 +65,15 @@ def test_what_fell_is_said_and_a_reward_that_fell_is_not_green(said):
     assert said({"before": before, "after": after}, STEADY)[0].startswith("● yellow  Nothing improved")
 
 
+def test_pass_at_1_is_said_where_sampled_answers_say_nothing(said):
+    once = {"q right pass@1": [0.2, 0.4] * (N // 2)}, {"q right pass@1": [0.5, 0.7] * (N // 2)}
+    first, *_ = said({"before": START | once[0], "after": START | once[1]}, STEADY)
+    assert first.startswith("● green  Improved on 100 held-out questions: q right, pass@1 30.0 → 60.0 % (+30.0 ± 0.0).")
+    both = RISEN | {"q right T=1": [1.0] * N} | once[1]
+    first, *_ = said({"before": START | {"q right T=1": [0.0] * N} | once[0], "after": both}, STEADY)
+    assert "sampled" in first and "pass@1" not in first
+
+
 CAUSES = {  # of a run in which nothing rose
     "the start model's most likely answers are right": dict(skill=START | {"q reward T=0": [1.0] * N}),
     "so raise TEMPERATURE or GROUP_SIZE": dict(frac_zero_std=0.9),

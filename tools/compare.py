@@ -65,7 +65,7 @@ class Policy(NamedTuple):
         """{name: (Q,)} of the whole policy: what it can do, and the probability of other answers."""
         found = (self.whole * self.right).sum(1)
         rates = {f"pass@{k}": exact.pass_at_k(found, k) for k in exact.TRIES}
-        return {"greedy": is_top(self.right, self).astype(float), **rates, "other": 1 - self.whole.sum(1)}
+        return {"likeliest": is_top(self.right, self).astype(float), **rates, "other": 1 - self.whole.sum(1)}
 
 
 def padded(rows, dtype=float):

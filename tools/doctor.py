@@ -28,7 +28,7 @@ import train
 from nanorook import hardware, lora, monitor, sizes
 from nanorook.settings import fail
 from nanorook.task import draw_questions, grade_answers, load_items, prompt_ids, start_folder
-from rollout import detokenize, microbatches, sample, stop_tokens_of
+from rollout import detokenize, microbatches, room_after, sample, stop_tokens_of
 
 UPDATES = 5  # on the same answers
 
@@ -49,7 +49,8 @@ def prepare(count):
     """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     print(sizes.in_words(train.SIZE_DEFAULTS))
-    model = architectures.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
+    model = lora.merged(architectures.load(train.MODEL or start_folder(train.task)))
+    model = model.to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; ask fewer (BATCH_POSITIONS, "
@@ -140,7 +141,9 @@ def halfway(model):
 @torch.no_grad()
 def computing(model, question):
     """Compares this machine's forward pass with the same in float64."""
-    ids = torch.tensor([prompt_ids(question.prompt, model.tokenizer)])
+    prompt = prompt_ids(question.prompt, model.tokenizer)
+    room_after(prompt, model.config)
+    ids = torch.tensor([prompt])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     here = model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1)
     error = (here - double).abs().mean().item()

@@ -18,7 +18,7 @@ from grpo import distribution
 from nanorook.settings import fail
 from nanorook.statistics import figure, is_share
 from nanorook.task import Question, prompt_ids, prompt_text
-from rollout import pad_prompts, stop_tokens_of
+from rollout import pad_prompts, room_after, stop_tokens_of
 
 TRIES = 1, 4, 16, 64, 256, 1024  # the k of pass@k
 MOST_TOKENS = 4096  # of the answers in one forward pass
@@ -115,7 +115,10 @@ def part_of(model, limits, questions, places):
     ends = torch.zeros(len(sets), model.config.vocab_size, dtype=torch.bool)
     for which, tokens in enumerate(sets):
         ends[which, list(tokens)] = True
-    prompts, lengths = pad_prompts([prompt_ids(questions[i].question.prompt, tokenizer) for i in places], device)
+    prompts = [prompt_ids(questions[i].question.prompt, tokenizer) for i in places]
+    for prompt in prompts:
+        room_after(prompt, model.config)
+    prompts, lengths = pad_prompts(prompts, device)
     tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True)
     last = torch.tensor([len(tokens) - 1 for tokens, _ in rows])
     which = torch.tensor([sets.index(ends) for _, ends in rows])
@@ -176,7 +179,7 @@ def figures(model, task, questions, temperature):
 
 
 def chance_of(metric, question, probabilities):
-    """The probability that an answer has the metric; None if the question has no such metric."""
-    if metric not in question.grades[0].metrics:
+    """The probability that an answer has the metric; None if no answer to the question has it."""
+    if not any(metric in grade.metrics for grade in question.grades):
         return None
-    return probabilities @ np.array([float(grade.metrics[metric]) for grade in question.grades])
+    return probabilities @ np.array([float(grade.metrics.get(metric, 0.0)) for grade in question.grades])

@@ -3,9 +3,10 @@
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/exact        the expected reward
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/log OBJECTIVE=log
 
-A run of train.py with the same settings differs from this one by its sampling alone. Questions, learning rate and KL
-are those of train.py; a question whose answers are not listed is left out, and an answer that is not listed gets the
-reward 0. The model is written to OUT_DIR/model, where tools.evaluate and tools.compare find its settings.
+Compared with a run of train.py that makes one update of a step's answers, only the sampling is gone. Questions,
+learning rate and KL are those of train.py, and so is the size of the loss, a mean over tokens. A question whose answers
+are not listed is left out, and an answer that is not listed gets the reward 0. The model is written to OUT_DIR/model,
+where tools.evaluate and tools.compare find its settings.
 """
 
 import json
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 import architectures
 import grpo
 import train
-from nanorook import hardware
+from nanorook import hardware, lora
 from nanorook.run import write
 from nanorook.task import draw_questions, load_items, start_folder
 from tools import exact
@@ -40,6 +41,7 @@ OBJECTIVE = setting(
 )
 
 REPORT_EVERY = 5  # steps
+NEEDED = dict(LORA_RANK=0, CONTROL="none", OVERFIT=0, SCALE_REWARDS="none", EPOCHS=1)  # others are not implemented
 
 
 def levels(policy, rewards):
@@ -77,8 +79,10 @@ def kl_weights(reference, rewards, kinds):
 
 def step_gradient(model, reference, questions, best_of):
     """Adds the gradient of the loss over these Listed questions; returns their mean reward and KL."""
+    parts = list(exact.parts(model, train.task.LIMITS, questions))
+    length = torch.cat([part.last[part.real.flatten()] + 1.0 for part in parts]).mean()  # of an answer, in tokens
     reward = kl = 0.0
-    for part in exact.parts(model, train.task.LIMITS, questions):
+    for part in parts:
         some = [questions[place] for place in part.places]
         rewards = torch.zeros(part.real.shape)
         for row, question in zip(rewards, some):
@@ -94,7 +98,7 @@ def step_gradient(model, reference, questions, best_of):
         part_kl = torch.where(part.real, terms, 0).sum(1)  # (B,)
         weights = kl_weights(ref_policy, rewards, [question.question.kind for question in some])
         loss = (weights * part_kl - objective(policy, rewards, best_of)).sum() / len(questions)
-        loss.backward()
+        (loss / length).backward()
         reward += (policy * rewards).sum().item() / len(questions)
         kl += part_kl.sum().item() / len(questions)
     return reward, kl
@@ -105,10 +109,12 @@ def main():
     out = Path(train.OUT_DIR)
     if out.exists() and any(out.iterdir()):
         fail(f"OUT_DIR={out} is not empty; name another folder for the model.")
-    if train.LORA_RANK:
-        fail("this program trains all weights: leave out LORA_RANK.")
+    for name, value in NEEDED.items():
+        if getattr(train, name) != value:
+            fail(f"this program knows {name}={value} alone; leave it out.")
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
-    model = architectures.load(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
+    model = lora.merged(architectures.load(train.MODEL or start_folder(train.task)))
+    model = model.to(device).set_compute_dtype(dtype)
     reference, optimizers = train.make_reference(model), train.make_optimizers(model)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < train.BATCH_POSITIONS:

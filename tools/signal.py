@@ -24,6 +24,7 @@ if __name__ == "__main__":
     settings.read_run()  # before train's first setting
 
 import train
+from nanorook import hardware, lora
 from nanorook.statistics import interval
 from nanorook.tables import table
 from nanorook.task import start_folder
@@ -82,7 +83,7 @@ def noise_scale(share):
 def projection(model):
     """A function that reduces a gradient to SKETCH numbers and its square. Products of sketches are right on average,
     with an error below their variation from question to question."""
-    count = sum(p.numel() for p in model.parameters())
+    count = hardware.count_trained(model)
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
     signs = signs.to(model.wte.weight.device)
@@ -135,7 +136,7 @@ def gradient_row(model, group, project):
     logprobs, entropy = train.forward(model, group, train.TEMPERATURE)
     group.old_logprobs = logprobs.detach()
     loss, _ = train.loss_and_sums(logprobs, entropy, group, normalizer=1.0)
-    return project(torch.autograd.grad(loss, [*model.parameters()]))
+    return project(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
 
 
 # ---- In words ------------------------------------------------------------------------------------------------
@@ -208,6 +209,8 @@ def main():
     settings.finish("python -m tools.signal")
     model, questions = prepare(QUESTIONS)
     source = train.MODEL or start_folder(train.task)
+    if train.LORA_RANK:
+        lora.add(model, train.LORA_RANK, train.SEED, source)
     print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {model.wte.weight.device} in "
           f"{str(model.dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
     rollouts = list(ask(model, questions))

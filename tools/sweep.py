@@ -11,12 +11,13 @@ and the same command resumes the one that was stopped, makes those that are miss
 The table of a single setting has a row for each figure: its mean before and after the runs, the gain, and the gain of
 the controls. With several settings it has a row for each of them, and the figures after the runs as columns; besides
 held-out figures, --show takes entropy (of the last step, in nats per token), frac_zero_std and clipped (the share of
-tokens whose gradient the clip changed). Intervals are 95 %, for other seeds and other questions. OUT/sweep.json records
-what the tables need, a run in each line.
+tokens whose gradient the clip changed). Intervals are 95 %, for other seeds and, in the table of a single setting, for
+other questions. OUT/sweep.json records what the tables need, a run in each line.
 """
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorook.run import finished, write
-from nanorook.settings import ROOT, fail, number
+from nanorook.settings import PATHS, ROOT, fail, number, one_spelling
 from nanorook.statistics import differences, gain, is_share, over_seeds, shared_variance, with_interval
 from nanorook.tables import table
 from nanorook.verdict import objects, read
@@ -47,7 +48,8 @@ def make(folder, arguments, first):
         if not finished(folder):  # whatever its verdict, which its exit code tells
             fail(f"the run in {folder} did not finish; its error is above, and its output in {folder}.log.")
     made_with, expected = (next(objects(some, "settings")) for some in (folder, first))
-    expected |= dict(argument.split("=", 1) for argument in arguments)
+    given = dict(argument.split("=", 1) for argument in arguments)
+    expected |= {name: one_spelling(name, value) if name in PATHS else value for name, value in given.items()}
     for name in made_with.keys() | expected.keys():
         value, wanted = made_with.get(name), expected.get(name)
         if name != "OUT_DIR" and comparable(value) != comparable(wanted):
@@ -168,7 +170,7 @@ def comparison_rows(record, shown=()):
                     continue
                 factor, form = scale_of(name, [abs(run[i][0]) for run in all_runs if run[i] is not None])
                 mean, half, _ = over_seeds([(factor * value[0], 0.0) for value in values])
-                row.append(with_interval(mean, half, form))
+                row.append(with_interval(mean, half or math.inf, form))  # seeds that are all equal show no variance
             rows.append(row)
     return rows
 
