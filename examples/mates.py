@@ -13,7 +13,7 @@ forgotten; a quarter of these are in check. MOVES_KL weighs the KL to the start 
 import argparse
 
 import rewards
-from nanorook.settings import fail, output_file, setting, withdraw
+from nanorook.settings import fail, new_file, setting, withdraw
 from nanorook.task import Grade
 from rook import mating, positions
 from rook.stockfish import MATE
@@ -79,6 +79,6 @@ def make(out, files):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m examples.mates", description=make.__doc__)
-    parser.add_argument("out", type=output_file, help="the file to make, gzipped if it ends in .gz")
+    parser.add_argument("out", type=new_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("files", metavar="FILE", nargs="+", help="labelled positions")
     make(**vars(parser.parse_args()))

@@ -17,7 +17,13 @@ import tempfile
 
 from nanorook.settings import fail
 
-PACKAGES = {"ocaml": "ocaml-nox", "bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux"}
+PACKAGES = {
+    "ocaml": "ocaml-nox",
+    "ocamlc": "ocaml-nox",
+    "bwrap": "bubblewrap",
+    "prlimit": "util-linux",
+    "setpriv": "util-linux",
+}
 OCAML = "-nopervasives -w -a -I +compiler-libs -I +unix".split()  # for the compiler and the toplevel alike
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs".split()
 WALL = "bwrap --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL".split()

@@ -267,7 +267,7 @@ def shown(sample, show):
 def marked(sample):
     """The answer, each part coloured by whether the pieces that judge it have earned anything."""
     text, page = sample["completion"], ""
-    judging = [(name, value, *spans[0]) for name, value, *spans in sample["pieces"] if spans]
+    judging = [(name, value, *span) for name, value, *spans in sample["pieces"] for span in spans]
     cuts = sorted({0, len(text), *(cut for *_, start, end in judging for cut in (start, end))})
     for start, end in zip(cuts, cuts[1:]):
         part = escape(text[start:end])

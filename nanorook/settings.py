@@ -140,6 +140,13 @@ def output_file(text):
     return text
 
 
+def new_file(text):
+    """As output_file, for one that must not replace what took hours to make."""
+    if Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text} already exists: delete it to make it again.")
+    return output_file(text)
+
+
 def finish(program="./train.sh", arguments=None):
     """To be called after the last setting: prints --help, refuses unknown arguments, warns of misspelt variables."""
     if any(a in ("-h", "--help") for a in sys.argv[1:]):

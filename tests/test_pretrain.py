@@ -8,10 +8,12 @@ import chess
 import pytest
 import torch
 
+import architectures
 import pretend_cuda
 import rewards
+import toy
 from model import GPT
-from nanorook import hardware
+from nanorook import hardware, lora
 from nanorook.tokenizer import Tokenizer
 from rollout import detokenize
 from rook import positions
@@ -174,6 +176,27 @@ def test_killed_and_resumed_equals_never_killed(run, few, tmp_path, capsys):
     weights.write_bytes(b"")  # as after a kill between trainer.pt and the model
     run("broken", *arguments)
     assert weights.read_bytes() == written
+
+
+def test_a_llama_that_is_trained_further_is_resumed_and_adapters_are_merged(run, few, tmp_path, capsys):
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    sizes |= dict(max_position_embeddings=512, chess_format="expanded")
+    folder = toy.save_hf(toy.hf_model("llama", **sizes), tmp_path / "llama")
+    model = architectures.load(folder)
+    lora.add(model, 2, 0, str(folder))
+    lora.save(model, tmp_path / "adapters")
+    arguments = "--init", tmp_path / "adapters", "--data", few, "--steps", 2, "--save-every", 1
+    with pytest.raises(ZeroDivisionError):
+        run("more", *arguments, at_1=lambda: 1 / 0)
+    run("more", *arguments)
+    assert "resumed" in capsys.readouterr().out
+
+
+def test_only_five_labels_are_taught(few):
+    [position] = positions.load(few)[:1]
+    many = position._replace(moves=tuple((uci, 0) for uci in "a2a3 b2b3 c2c3 d2d3 e2e3 f2f3 g2g3".split()))
+    _, text = texts.policy_text(many, random.Random(0), "squares")
+    assert text.startswith("M: a2a3 b2b3 c2c3 d2d3 e2e3 E:")
 
 
 def test_learning_rates_rise_are_held_and_fall_to_zero_at_the_end():

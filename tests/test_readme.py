@@ -206,7 +206,7 @@ def test_each_file_and_setting_that_is_named_exists(file):
     folders = "tests|tools|experiments|examples|architectures|nanorook|rook"
     for path in re.findall(rf"(?<![\w/])(?:{folders})/[\w./]+\.(?:py|sh|json)\b", text):
         assert (ROOT / path).exists(), path
-    elsewhere = {"NAME", "THP_MEM_ALLOC_ENABLE"}  # any setting, and one of torch
+    elsewhere = {"NAME", "THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_"}  # any setting; torch's and glibc's
     assert {*re.findall(r"`([A-Z][A-Z_]+)=", text)} <= SETTINGS | elsewhere
 
 

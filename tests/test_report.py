@@ -149,6 +149,12 @@ def test_any_task_is_shown_with_its_metrics_the_parts_of_answers_and_what_it_sho
     assert marks == [("missed", "&lt;"), ("earned", "c"), ("earned", "&lt;"), ("earned", "a")]
 
 
+def test_each_span_of_a_component_is_coloured():
+    sample = {"completion": "ab cd ef", "pieces": [["fences", -0.1, [0, 2], [6, 8]], ["word", 1.0, [3, 5]]]}
+    marks = re.findall('<mark class="(.*?)" title="(.*?) .*?">(.*?)</mark>', report.marked(sample))
+    assert marks == [("missed", "fences", "ab"), ("earned", "word", "cd"), ("missed", "fences", "ef")]
+
+
 def panels(text):
     """{title: (names of its lines, its SVG)}; the last one of a title."""
     found = re.findall('<figure class="plot"><h4>(.*?)</h4>(.*?)</figure>', text, re.DOTALL)

@@ -89,6 +89,9 @@ def test_as_a_user_starts_it(tmp_path, monkeypatch, few_positions, capsys):
     unseen.main()
     lines = gzip.open(out, "rt").read().splitlines()
     assert [line.count(";") for line in lines] == [2, 2, 2, 2, 0] and capsys.readouterr().out.startswith(f"{out}: 4 ")
-    monkeypatch.setattr(sys, "argv", [*command[:3], "--positions", "4000"])
+    with pytest.raises(SystemExit):  # somebody forgot OUT, and this is a file that took hours
+        unseen.main()
+    assert "already exists: delete it to make it again" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["unseen", str(tmp_path / "more"), few_positions, "--positions", "4000"])
     with pytest.raises(SystemExit, match="fewer than --positions 4000; give more files"):
         unseen.main()

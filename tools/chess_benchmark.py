@@ -26,7 +26,7 @@ from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
 from nanorook.task import grade_answers
 from rook import mating
-from rook.positions import Position, distinct, is_sound, mating_moves
+from rook.positions import Position, distinct, draw, is_sound, mating_moves
 from tools import chess_games as games
 
 TRIES = 16  # answers to each question of pass@k
@@ -121,7 +121,7 @@ def main():
     if not held:
         fail(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
-    chosen = rng.sample(held, min(a.positions, len(held)))
+    chosen = draw(held, min(a.positions, len(held)), rng)
     pool = distinct([*held, *(mating.embedded()[1] if "builtin" in a.data else [])])
     asked = {"mate in one": with_mate(chess.Board(p.fen) for p in rng.sample(pool, len(pool)) if is_sound(p))}
     for file in a.puzzles:

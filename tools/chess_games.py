@@ -4,7 +4,7 @@ python -m tools.chess_games MODEL                          against itself, until
 python -m tools.chess_games MODEL --opponent stockfish     an illegal move loses
 
 Games start from held-out positions that come early in a game, and advance together, one half-move at a time. The model
-plays the move after `B:`. Every figure has a 95 % interval.
+plays the move after `B:`; an answer that cannot be read counts as an illegal move. Every figure has a 95 % interval.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from rook.positions import distinct, is_sound, load_unfinished, split
 from tools.chess_label import require
 
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
+PATIENCE = 600  # seconds for a move, after which an engine has stopped working
 ILLEGAL, NORMAL = "illegal move", "normal"  # how a game ends
 
 
@@ -138,10 +139,15 @@ def main():
     if a.opponent == "self":
         report(a, model, None, a.model)
         return
-    with SimpleEngine.popen_uci(require()) as engine:
+    try:
+        engine = SimpleEngine.popen_uci(require())
+    except (EngineError, OSError) as error:
+        fail(f"Stockfish did not start: {error or type(error).__name__}.")
+    with engine:
         engine.configure({"Skill Level": a.skill})
         name = f"{engine.id['name']}, skill {a.skill}, {a.nodes} nodes"
-        report(a, model, lambda board: engine.play(board, Limit(nodes=a.nodes)).move.uci(), name)
+        limit = Limit(PATIENCE, nodes=a.nodes)
+        report(a, model, lambda board: engine.play(board, limit).move.uci(), name)
 
 
 if __name__ == "__main__":

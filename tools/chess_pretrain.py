@@ -8,6 +8,7 @@ folder is a model; tools.evaluate and tools.chess_benchmark say what it can do b
 """
 
 import argparse
+import json
 import math
 import os
 import random
@@ -24,7 +25,7 @@ from tqdm import tqdm
 import architectures
 import rewards
 from model import GPT, GPTConfig, causal_attention
-from nanorook import hardware
+from nanorook import hardware, lora
 from nanorook.run import catch_signals, read_tensors, write_tensors
 from nanorook.settings import fail, number
 from nanorook.tokenizer import Tokenizer
@@ -140,7 +141,8 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     device, dtype = hardware.prepare()
     torch.manual_seed(args.seed)
-    model = (architectures.load(args.init) if args.init else new_model(args)).to(device)
+    model = lora.merged(architectures.load(args.init)) if args.init else new_model(args)
+    model = model.to(device)
     text_format, n_positions = rewards.chess_format(model.config), model.config.n_positions
     if n_positions < LONGEST:
         fail(f"--init: {args.init} has {n_positions} positions, but a text may need {LONGEST}; name another model.")
@@ -150,9 +152,10 @@ def main():
         fail("the data has no labelled positions to train on; label some with tools.chess_label.")
     rare = texts.rare_kinds(labelled)
 
+    config = json.dumps(model.write_config(), sort_keys=True)
     state = read_tensors(trainer) if trainer.exists() else None
     if state:
-        if state.get("config") != str(model.config):
+        if state.get("config") != config:
             fail(f"{trainer} belongs to another model; name another folder.")
         dtype = getattr(torch, state["dtype"])  # the faster one, measured once for a run
     model.set_compute_dtype(dtype)
@@ -194,7 +197,8 @@ def main():
             states = forward(model, tokens).flatten(0, 1).index_select(0, places)  # (K, C): where there are targets
             logprobs = model.head(states).float().log_softmax(-1)  # (K, V)
             loss = (F.nll_loss(logprobs, targets, reduction="none") * weights).sum()
-            illegal = -logprobs[moves].masked_fill(~allowed, -torch.inf).logsumexp(-1).sum()
+            known = logprobs[moves, : allowed.shape[1]]  # some models have more embeddings than tokens
+            illegal = -known.masked_fill(~allowed, -torch.inf).logsumexp(-1).sum()
             losses[task] = loss.detach() / weights.sum()
             ((loss + LEGAL_WEIGHT * illegal) / total).backward()
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
@@ -207,7 +211,7 @@ def main():
         if step % 10 == 0:
             bar.set_postfix({name: f"{loss.item():.3f}" for name, loss in losses.items()}, refresh=False)
         if step % args.save_every == 0 or step == args.steps or stop:
-            state = {"step": step, "config": str(model.config), "dtype": str(dtype)[6:]}
+            state = {"step": step, "config": config, "dtype": str(dtype)[6:]}
             state |= {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
             write_tensors(args.out / ".trainer.pt", state)
             os.replace(args.out / ".trainer.pt", trainer)

@@ -46,7 +46,7 @@ def environment_completion(next_fen, reward, terminated, truncated, text_format)
 def policy_text(position, rng, text_format):
     """RookWorld lists its moves in random order. In the formats of small models the best comes first: with a random one
     such a model never learned (in 250,000 texts) to choose the move that its own numbers rank first."""
-    fen, moves = position.fen, position.moves
+    fen, moves = position.fen, position.moves[:CANDIDATES]
     if text_format not in rewards.WIDTH:
         moves = rng.sample(moves, len(moves))
     return rewards.policy_prompt(fen, text_format), policy_completion(fen, moves, text_format)

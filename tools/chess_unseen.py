@@ -13,7 +13,7 @@ import random
 import chess
 from tqdm import tqdm
 
-from nanorook.settings import fail, number, output_file
+from nanorook.settings import fail, new_file, number
 from rook import mating, positions
 from rook.positions import board_key, held_out, mating_moves
 from tools import chess_label
@@ -36,7 +36,7 @@ def ordinary(files, count, known, seed):
     found = positions.distinct(position for file in files for position in positions.load(file))
     found = [p for p in found if p.moves and held_out(p.fen) and board_key(p.fen) not in known]
     random.Random(seed).shuffle(found)
-    return found[:count]
+    return list(itertools.islice(filter(positions.is_sound, found), count))
 
 
 def greedy_move(board, rng):
@@ -93,7 +93,7 @@ def new_mates(count, known, seed):
 def main():
     parser = argparse.ArgumentParser("python -m tools.chess_unseen", description=__doc__.split("\n")[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("out", type=output_file, help="the file to make, gzipped if it ends in .gz")
+    parser.add_argument("out", type=new_file, help="the file to make, gzipped if it ends in .gz")
     parser.add_argument("files", metavar="FILE", nargs="*", help="labelled positions")
     parser.add_argument("--positions", type=number(int, 0), default=2000, help="ordinary positions, from the files")
     parser.add_argument("--mates", type=number(int, 0), default=1200, help="positions with a mate in one, from games")
