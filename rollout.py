@@ -105,7 +105,7 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
 
 
 def room_after(prompt, config):
-    """The number of positions that a prompt, a list of token ids, leaves for an answer."""
+    """The number of positions that a prompt of token ids leaves for an answer; if there is none, the program ends."""
     room = config.n_positions - len(prompt)
     if room < 1:
         fail(f"a prompt of {len(prompt)} tokens leaves no room for an answer in the model's {config.n_positions} "

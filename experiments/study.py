@@ -78,11 +78,13 @@ def is_trained(run):
 
 def policy_of(model, questions, folder, device):
     """The compare.Policy of a model folder, kept in a file of this folder."""
-    asked = hashlib.sha256((Path(model) / "model.safetensors").read_bytes())
+    model, asked = architectures.load(model), hashlib.sha256()
+    for tensor in model.state_dict().values():
+        asked.update(tensor.numpy())
     asked.update(repr([train.TEMPERATURE, *((q.question.prompt, q.texts, q.rewards) for q in questions)]).encode())
     kept = folder / f"{asked.hexdigest()[:16]}.npz"
     if not kept.exists():
-        found = compare.policy(architectures.load(model).to(device), questions)
+        found = compare.policy(model.to(device), questions)
         folder.mkdir(exist_ok=True)
         unfinished = kept.with_name(f".{kept.name}")
         np.savez_compressed(unfinished, **found._asdict())

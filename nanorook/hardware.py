@@ -160,9 +160,9 @@ def most_logits(model):
 
 
 def must_recompute(model, tokens, keys):
-    """Whether the backward pass has to recompute blocks, which takes a third longer, and which torch.compile mostly
-    leaves uncompiled: it has to if what is kept for `tokens`, each of which attends to `keys` others, exceeds a third
-    of the memory."""
+    """Whether the backward pass has to recompute blocks: it has to if what is kept for `tokens`, each of which attends
+    to `keys` others, exceeds a third of the memory. Recomputing takes a third longer, and torch.compile leaves most of
+    such a pass uncompiled."""
     _, everything = memory(model.wte.weight.device)
     return tokens * bytes_of_a_token(model, keys) > everything / 3
 

@@ -18,7 +18,7 @@ GIVEN = {"arguments": {}, "environment": {}, "run": {}, "defaults": {}}  # what 
 HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
 ROOT = Path(__file__).parent.parent
-PATHS = "MODEL", "DATA", "TASK"  # which are compared in one spelling
+PATHS = "MODEL", "DATA", "TASK"  # what a run is made from, kept in one spelling
 
 # What may be another value when a run is resumed. All else belongs to the run: what it learns from, and by which rule.
 # That includes every setting of the task's own, and settings that a later version adds.

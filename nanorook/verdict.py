@@ -118,7 +118,7 @@ def in_words(figures, first, last, gains, names, most=3):
     seen, by_measure = {measure_and_way(name) for name in figures}, {}
     for name in ordered:
         measure, way = measure_and_way(name)
-        if way != "pass@1" or (measure, "sampled") not in seen:  # it is the sampled answers once more
+        if way != "pass@1" or (measure, "sampled") not in seen:  # otherwise it is the sampled answers once more
             by_measure.setdefault(measure, []).append(f"{way} {change(name, first, last, gains)}")
     items = [f"{names.get(measure, measure)}, {', '.join(texts)}" for measure, texts in by_measure.items()]
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")

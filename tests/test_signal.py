@@ -120,13 +120,12 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     assert (halves[:, -1] > 0.9 * halves[:, :-1].square().sum(1)).all() and halves[:, -1].any()
 
 
-def test_adapters_have_their_own_gradient_and_trained_ones_are_merged(toy_settings, toy_model, tmp_path, monkeypatch):
+def test_adapters_have_their_own_gradient_and_trained_ones_are_merged(toy_settings, toy_model, tmp_path):
     toy_settings(MODEL=toy_model, LORA_RANK=2)
     model, questions = signal.prepare(4)
     lora.add(model, 2, 0, toy_model)
-    width = signal.projection(model)([p for p in model.parameters() if p.requires_grad])
     whole, _ = signal.gradients(model, list(signal.ask(model, questions)))
-    assert whole.shape[1] == len(width) and whole[:, -1].any()
+    assert whole[:, -1].any()
     lora.save(model, tmp_path)
     toy_settings(MODEL=str(tmp_path))
     assert signal.prepare(4)[0].lora is None

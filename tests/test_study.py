@@ -45,21 +45,17 @@ def test_runs_that_were_stopped_are_left_out(tmp_path):
 
 
 def test_a_policy_is_kept_for_these_weights_and_questions_alone(tmp_path, monkeypatch):
-    (tmp_path / "model").mkdir()
-    file = tmp_path / "model" / "model.safetensors"
     known = iter([START, AFTER, START])
-    monkeypatch.setattr(study.architectures, "load", lambda source: torch.nn.Identity())
+    monkeypatch.setattr(study.architectures, "load", lambda weight: torch.nn.ParameterList([torch.tensor(weight)]))
     monkeypatch.setattr(study.compare, "policy", lambda model, questions: next(known))
     question = exact.Listed(Question("mates", "prompt", None), ["a"], [Grade((("legal", 1.0),), {})])
 
-    def kept(weights, questions):
-        file.write_bytes(weights)
-        return study.policy_of(tmp_path / "model", questions, tmp_path / "policies", "cpu").whole.tolist()
+    def kept(weight, questions):
+        return study.policy_of(weight, questions, tmp_path / "policies", "cpu").whole.tolist()
 
-    first, again = kept(b"1", [question]), kept(b"1", [question])
-    assert first == again == START.whole.tolist()
-    assert kept(b"2", [question]) == AFTER.whole.tolist()
-    assert kept(b"2", [question, question]) == START.whole.tolist()
+    assert kept(1.0, [question]) == kept(1.0, [question]) == START.whole.tolist()
+    assert kept(2.0, [question]) == AFTER.whole.tolist()
+    assert kept(2.0, [question, question]) == START.whole.tolist()
 
 
 def test_what_moved_is_counted():

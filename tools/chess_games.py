@@ -28,7 +28,7 @@ from rook.positions import distinct, is_sound, load_unfinished, split
 from tools.chess_label import require
 
 LONGEST_GAME = 200  # half-moves; RookWorld-LM's games against itself last 36
-PATIENCE = 600  # seconds for a move, after which an engine has stopped working
+PATIENCE = 600  # seconds for a move; an engine that needs more hangs
 ILLEGAL, NORMAL = "illegal move", "normal"  # how a game ends
 
 
@@ -153,5 +153,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except EngineError as error:
-        fail(f"Stockfish failed: {error}.")
+    except (EngineError, TimeoutError) as error:
+        fail(f"Stockfish failed: {error or type(error).__name__}.")

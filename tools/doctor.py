@@ -142,7 +142,7 @@ def halfway(model):
 def computing(model, question):
     """Compares this machine's forward pass with the same in float64."""
     prompt = prompt_ids(question.prompt, model.tokenizer)
-    room_after(prompt, model.config)
+    room_after(prompt, model.config)  # ends here if there is none
     ids = torch.tensor([prompt])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     here = model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1)

@@ -106,18 +106,17 @@ def part_of(model, limits, questions, places):
     device, tokenizer, R = model.wte.weight.device, model.tokenizer, len(questions[places[-1]].texts)
     absent = [0], (0,)  # a row that does not count
     rows, real = [], torch.zeros(len(places), R, dtype=torch.bool)
-    for b, place in enumerate(places):
+    prompts = [prompt_ids(questions[place].question.prompt, tokenizer) for place in places]
+    for b, (place, prompt) in enumerate(zip(places, prompts)):
         question, texts, _ = questions[place]
-        spelled = [spell(tokenizer, question, text, limits[question.kind]) for text in texts]
+        limit = min(limits[question.kind], room_after(prompt, model.config))
+        spelled = [spell(tokenizer, question, text, limit) for text in texts]
         real[b, : len(texts)] = torch.tensor([row is not None for row in spelled])
         rows += [row or absent for row in spelled] + [absent] * (R - len(texts))
     sets = list(dict.fromkeys(ends for _, ends in rows))
     ends = torch.zeros(len(sets), model.config.vocab_size, dtype=torch.bool)
     for which, tokens in enumerate(sets):
         ends[which, list(tokens)] = True
-    prompts = [prompt_ids(questions[i].question.prompt, tokenizer) for i in places]
-    for prompt in prompts:
-        room_after(prompt, model.config)
     prompts, lengths = pad_prompts(prompts, device)
     tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True)
     last = torch.tensor([len(tokens) - 1 for tokens, _ in rows])

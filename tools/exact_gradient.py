@@ -3,7 +3,7 @@
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/exact        the expected reward
 python -m tools.exact_gradient TASK=examples/mates.py STEPS=120 OUT_DIR=out/log OBJECTIVE=log
 
-Compared with a run of train.py that makes one update of a step's answers, only the sampling is gone. Questions,
+Compared with a run of train.py that makes one update from a step's answers, only the sampling is gone. Questions,
 learning rate and KL are those of train.py, and so is the size of the loss, a mean over tokens. A question whose answers
 are not listed is left out, and an answer that is not listed gets the reward 0. The model is written to OUT_DIR/model,
 where tools.evaluate and tools.compare find its settings.
@@ -111,7 +111,7 @@ def main():
         fail(f"OUT_DIR={out} is not empty; name another folder for the model.")
     for name, value in NEEDED.items():
         if getattr(train, name) != value:
-            fail(f"this program knows {name}={value} alone; leave it out.")
+            fail(f"this program needs {name}={value}; set it.")
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     model = lora.merged(architectures.load(train.MODEL or start_folder(train.task)))
     model = model.to(device).set_compute_dtype(dtype)
