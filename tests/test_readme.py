@@ -61,7 +61,7 @@ def test_a_table_and_the_line_below_it_come_from_records():
     head, _, sums, *prompts, _, made, _, text = page.splitlines()[8:]
     assert sums.startswith("| [Sums](#a) | 0.0 |") and prompts
     assert all(row.count("|") == head.count("|") and row.endswith("| – | – | – |") for row in prompts)
-    settings = "TASK=examples/adds.py EVAL_POSITIONS=100 EVAL_SAMPLES=16 --seeds 3"
+    settings = "TASK=examples/adds.py EVAL_POSITIONS=100 EVAL_SAMPLES=16 --seeds 4 --controls 3"
     assert made.startswith(f"Made by `python -m tools.sweep OUT {settings}` on 2 cores of AMD EPYC, bfloat16, 2026-")
     assert text == "Made by hand." and tables.rewritten(page) == page
 
