@@ -526,7 +526,7 @@ def load_models(run, source, device, saved):
     dtype = getattr(torch, run.dtype if DTYPE == "auto" else DTYPE)
     check_memory(source, device, dtype)
     kept_as = dtype if LORA_RANK else torch.float32
-    model = lora.merged(architectures.load(source, kept_as), kept_as)  # `source` may be a folder of adapters
+    model = architectures.load_merged(source, kept_as)  # `source` may be a folder of adapters
     run.check_start_model(model, source)
     model = model.to(device).set_compute_dtype(dtype)
     reference = make_reference(model) if KL_COEF else None  # before a checkpoint is restored: it is the start model

@@ -34,8 +34,13 @@ def load(source, dtype=torch.float32):
     folder = fetch(source)
     adapters = lora.read_config(folder)
     if adapters:
-        return lora.load(lora.merged(load(adapters.base, dtype), dtype), adapters, folder)
+        return lora.load(load_merged(adapters.base, dtype), adapters, folder)
     return class_of(folder).load(folder, dtype)
+
+
+def load_merged(source, dtype=torch.float32):
+    """The same as a model to train: without adapters, as those of a folder of adapters are merged."""
+    return lora.merged(load(source, dtype), dtype)
 
 
 def without_weights(source):

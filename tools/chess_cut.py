@@ -15,7 +15,6 @@ from pathlib import Path
 import architectures
 import rewards
 from model import GPT
-from nanorook import lora
 from nanorook.settings import fail
 from nanorook.tokenizer import END, GPT2_WORDS, Tokenizer
 from rook import positions
@@ -47,7 +46,7 @@ def main():
     args = parser.parse_args()
     if args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
         fail(f"{args.out} is not an empty folder; name another one.")
-    model = lora.merged(architectures.load(args.model))
+    model = architectures.load_merged(args.model)
     if type(model) is not GPT or rewards.chess_format(model.config) != "rookworld":
         fail(f"{args.model} is not a GPT-2 in RookWorld's format, the only one whose unused tokens are known.")
     small, rng = cut(model), random.Random(0)

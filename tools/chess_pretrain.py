@@ -25,7 +25,7 @@ from tqdm import tqdm
 import architectures
 import rewards
 from model import GPT, GPTConfig, causal_attention
-from nanorook import hardware, lora
+from nanorook import hardware
 from nanorook.run import catch_signals, read_tensors, write_tensors
 from nanorook.settings import fail, number
 from nanorook.tokenizer import Tokenizer
@@ -141,8 +141,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     device, dtype = hardware.prepare()
     torch.manual_seed(args.seed)
-    model = lora.merged(architectures.load(args.init)) if args.init else new_model(args)
-    model = model.to(device)
+    model = (architectures.load_merged(args.init) if args.init else new_model(args)).to(device)
     text_format, n_positions = rewards.chess_format(model.config), model.config.n_positions
     if n_positions < LONGEST:
         fail(f"--init: {args.init} has {n_positions} positions, but a text may need {LONGEST}; name another model.")

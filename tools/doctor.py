@@ -49,8 +49,7 @@ def prepare(count):
     """A model and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     print(sizes.in_words(train.SIZE_DEFAULTS))
-    model = lora.merged(architectures.load(train.MODEL or start_folder(train.task)))
-    model = model.to(device).set_compute_dtype(dtype)
+    model = architectures.load_merged(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; ask fewer (BATCH_POSITIONS, "

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import architectures
 import grpo
 import train
-from nanorook import hardware, lora
+from nanorook import hardware
 from nanorook.run import write
 from nanorook.task import draw_questions, load_items, start_folder
 from tools import exact
@@ -113,8 +113,7 @@ def main():
         if getattr(train, name) != value:
             fail(f"this program needs {name}={value}; set it.")
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
-    model = lora.merged(architectures.load(train.MODEL or start_folder(train.task)))
-    model = model.to(device).set_compute_dtype(dtype)
+    model = architectures.load_merged(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
     reference, optimizers = train.make_reference(model), train.make_optimizers(model)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < train.BATCH_POSITIONS:
