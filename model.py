@@ -225,7 +225,7 @@ class GPT(nn.Module):
     def prefill(self, prompts, lengths):
         """The Prefix of B prompts: `prompts` (B, P) padded on the right, their lengths (B,). Gradients flow through it.
         Padding follows a prompt, so causal attention keeps it out of the prompt's keys."""
-        tokens = prompts[:, :-1]  # (B, P - 1); a short prompt's last token is still in it, and hidden by the bias
+        tokens = prompts[:, :-1]  # (B, P - 1); a prompt shorter than P still has its last token here; the bias hides it
         last_tokens = prompts.gather(1, lengths[:, None] - 1)  # (B, 1)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         layers = {}

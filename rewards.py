@@ -23,7 +23,8 @@ from rapidfuzz.distance import Levenshtein
 from nanorook import parallel
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
-from rook import board, mating, positions, stockfish
+from rook import mating, positions, stockfish
+from rook.board import draw
 from rook.positions import contract_board, environment_move, expand_board, held_out
 
 # fmt: off
@@ -44,7 +45,7 @@ NAMES = {  # of the figures that a verdict names first
     "policy legal": "legal moves in whole answers",
     "environment next_state": "right next positions",
 }
-ILLEGAL_SHARE = 1 / 2  # of the moves asked about; with fewer, next states after illegal moves mostly got worse
+ILLEGAL_SHARE = 1 / 2  # of the random moves that are asked about; with fewer, next states after illegal ones got worse
 CHECK_SHARE = 1 / 4  # of the ordinary positions in which a first move is asked for; in games it is one in eleven
 
 
@@ -52,22 +53,16 @@ def start_model():
     return str(Path(__file__).parent / "weights" / "tiny")
 
 
-show = board.draw  # on the pages of tools.report
+show = draw  # on the pages of tools.report
 
 
 def load(source, config):
     """(training items, held-out items), each (pool, position): "mates" is the pool for questions about mates,
     "ordinary" the one for all other kinds."""
-    items = mating.beside(source, *positions.split(positions.load_unfinished(source)))
+    training, test = positions.split(positions.load_unfinished(source))
+    items = mating.beside(source, training, test)
     warn_of_missing_labels([p for side in items for pool, p in side if pool == "ordinary"])
     return items
-
-
-def load_positions(source):
-    """(training positions, held-out positions), without the ones with a mate in one that load() adds."""
-    loaded = positions.load_unfinished(source)
-    warn_of_missing_labels(loaded)
-    return positions.split(loaded)
 
 
 def warn_of_missing_labels(ordinary):
@@ -98,7 +93,7 @@ def make_questions(items, count, rng, config):
     about_environment = others[:n_environment]
     about_policy = others[n_environment : n_environment + n_policy]
     about_moves = others[n_environment + n_policy :]
-    questions = [environment_question(p, rng, text_format, ILLEGAL_SHARE) for p in about_environment]
+    questions = [environment_question(p, rng, text_format) for p in about_environment]
     questions += [policy_question(p, text_format) for p in about_policy]
     questions += [first_question("moves", p, text_format) for p in about_moves]
     return questions + [first_question("mates", p, text_format) for p in mates]
@@ -167,7 +162,9 @@ def policy_prompt(fen, text_format):
 def first_prompt(fen, text_format):
     """The policy's prompt and the first header of its answer. GPT-2's tokens begin with the space before them, so there
     the header ends before the space, and the prompt's tokens are those with which a whole line begins."""
-    return policy_prompt(fen, text_format) + "M: " if text_format in WIDTH else f"P: {fen:90}M:"
+    if text_format in WIDTH:
+        return policy_prompt(fen, text_format) + "M: "
+    return f"P: {fen:90}M:"
 
 
 def environment_prompt(fen, move, history, text_format):
@@ -216,10 +213,11 @@ def answers(question):
     return [" " * question.stop_after + move + " " for move in question.truth["legal"]]
 
 
-def environment_question(position, rng, text_format, illegal_share=1 / 3):
-    """Asks about the position's own move, or a random one; none leads from a training board to a held-out one. A third of
-    the random moves are illegal in tools.chess_benchmark; in training, ILLEGAL_SHARE of them."""
-    board, move = chess.Board(position.fen), position.asked
+def environment_question(position, rng, text_format, illegal_share=ILLEGAL_SHARE):
+    """Asks about the position's own move, or a random one, which is illegal in `illegal_share` of the cases; none leads
+    from a training board to a held-out one."""
+    board = chess.Board(position.fen)
+    move = position.asked
     if move is None and not board.ep_square and rng.random() < 0.03:  # near a draw by the 75-move rule, rare in games
         board.halfmove_clock = rng.choice([149, rng.randrange(100, 150)])
         board.fullmove_number += 74
@@ -244,8 +242,10 @@ def transition(fen, move):
         return fen, -1.0, False, True
     board.push_uci(move)
     outcome = board.outcome()
-    reward = 0.001 if outcome is None else 0.5 if outcome.winner is None else 1.0
-    return board.fen(), reward, outcome is not None, False
+    if outcome is None:
+        return board.fen(), 0.001, False, False
+    reward = 0.5 if outcome.winner is None else 1.0
+    return board.fen(), reward, True, False
 
 
 # ---- The reward: pieces with weights that add up to 1 ------------------------------------------------------
@@ -425,7 +425,8 @@ def grade_first(question, text):
     # After "M:" a space comes first, and the token that ends the move may begin the next one.
     pattern = " ([^ ]+) .*" if question.stop_after else "([^ ]+) "
     match = re.fullmatch(pattern, text, re.DOTALL)
-    move, weights = match[1] if match else "", FIRST_WEIGHTS[question.kind]
+    move = match[1] if match else ""
+    weights = FIRST_WEIGHTS[question.kind]
     metrics = {"structure": UCI.fullmatch(move) is not None}
     metrics |= {rung: move in moves for rung, moves in question.truth.items()}
     pieces = [(name, weights[name] * reached) for name, reached in metrics.items() if name in weights]
@@ -440,7 +441,8 @@ def grade_first(question, text):
 def grade_environment(question, text):
     next_fen, true_reward, terminated, truncated = question.truth
     names = "structure", "next_state", "similarity", "reward_match", "terminated", "truncated"
-    metrics, weights = dict.fromkeys(names, 0.0), ENVIRONMENT_WEIGHTS
+    metrics = dict.fromkeys(names, 0.0)
+    weights = ENVIRONMENT_WEIGHTS
     answer = parse_environment(text)
     if answer is None:
         return [("malformed", MALFORMED)], metrics
@@ -455,7 +457,8 @@ def grade_environment(question, text):
     pieces = [("structure", weights["structure"])]
     # Word by word: an edit distance between whole FENs may align one word with its neighbour, and a better word could
     # then make the whole worse.
-    said, true = find_words(text[: fen_span[1]], " /+"), re.split("[ /]", next_fen)
+    said = find_words(text[: fen_span[1]], " /+")
+    true = re.split("[ /]", next_fen)
     count = max(len(said), len(true))
     wrong = []  # spans of words
     for i, ((word, span), truth) in enumerate(zip(said, true)):

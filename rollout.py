@@ -46,7 +46,6 @@ class Rollout:
 
     # What the step adds to it
     advantages: torch.Tensor | None = None  # (N, T)
-    kl_weights: torch.Tensor | None = None  # (N,) the task's KL_WEIGHTS
 
     # Set on its parts, which are Rollouts too: by microbatches(), then by the update
     has_gradient: bool = True  # False if all advantages are 0, and no KL is trained
@@ -81,7 +80,6 @@ class Rollout:
             hit_limit=self.hit_limit[rows],
             answers=answers,
             advantages=None if self.advantages is None else self.advantages[rows, :T],
-            kl_weights=None if self.kl_weights is None else self.kl_weights[rows],
         )
 
 
@@ -115,12 +113,12 @@ def room_after(prompt, config):
 
 def sample_alike(model, questions, group_size, limits, temperature, noise):
     """The Rollout of questions that have the same kind and stop."""
-    kind, _, _, stop, stop_after = questions[0]  # as of all the others
+    first = questions[0]  # the others have its kind, stop and stop_after
     prompts = [prompt_ids(question.prompt, model.tokenizer) for question in questions]
-    most_new = [min(limits[kind], room_after(prompt, model.config)) for prompt in prompts]
+    most_new = [min(limits[first.kind], room_after(prompt, model.config)) for prompt in prompts]
     if noise is not None:
         noise = noise[:, :, : max(most_new)].flatten(0, 1)  # (N, T)
-    stop_tokens = stop_tokens_of(model.tokenizer, kind, stop, stop_after)
+    stop_tokens = stop_tokens_of(model.tokenizer, first.kind, first.stop, first.stop_after)
     rollout = generate(model, prompts, group_size, most_new, temperature, noise, stop_tokens)
 
     lengths = rollout.completion_mask.sum(1).tolist()
@@ -304,9 +302,9 @@ def microbatches(rollout, most_tokens, all_have_gradient):
     metrics, in parts of their own."""
     B, G = len(rollout.prompts), rollout.group_size
     longest = rollout.completion_mask.sum(1).view(B, G).amax(1)  # (B,) tokens of each group's longest answer
-    is_zero = (rollout.advantages == 0).view(B, -1).all(1)  # (B,) groups whose advantages are all 0
-    has_gradient = ~is_zero | all_have_gradient  # (B,)
-    per_group = torch.stack([rollout.prompt_lengths, longest, has_gradient.long()])  # (3, B)
+    has_advantage = (rollout.advantages != 0).view(B, -1).any(1)  # (B,)
+    is_trained = (has_advantage | all_have_gradient).long()  # (B,)
+    per_group = torch.stack([rollout.prompt_lengths, longest, is_trained])  # (3, B)
     # One GPU sync for all three, which are now lists with an entry for each group
     prompt_tokens, answer_tokens, has_gradient = per_group.tolist()
     if rollout.completions.is_cuda:

@@ -124,8 +124,8 @@ EVAL_ROWS = 128  # completions that an evaluation samples at once; on a GPU, tho
 def main():
     run, model, reference, optimizers, items, eval_questions = start()
     is_lead = parallel.rank() == 0
-    # model.dtype is that of the matrix products; weights in training are fp32. In fp32 the sampler shares them, so that
-    # syncing changes nothing; in bf16 it has casts of them.
+    # The weights in training are fp32; model.dtype is that of the matrix products. In fp32 the sampler shares the
+    # weights, so that syncing changes nothing; in bf16 it has casts of them.
     sampler = model.inference_copy(model.dtype)
     past = []  # metrics of the steps so far
     if is_lead:
@@ -141,8 +141,7 @@ def main():
         step = run.step
         time_started = time.perf_counter()
 
-        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question,
-        # or several if questions of a kind end at different texts
+        # Questions, and answers to them by the weights as they are now: a Rollout for each kind of question and stop
         questions, noise = my_questions(items, step, model.config)
         sampler.sync_from(model)
         rollouts = list(sample(sampler, questions, GROUP_SIZE, task.LIMITS, TEMPERATURE, noise))
@@ -190,7 +189,7 @@ def main():
         if run.step in eval_steps:
             evaluate_and_record(run, model, eval_questions, f"step {run.step}")
         stop_signals = parallel.gather(signals)  # with those that came during the evaluation
-        # At STEPS, too: finish() saves again with the last evaluation, during which the run may be killed
+        # At STEPS, too, as the run may be killed during the last evaluation, after which finish() saves once more
         is_time_to_save = run.step % SAVE_EVERY == 0 or run.step in eval_steps or run.step == STEPS
         if is_lead and (is_time_to_save or stop_signals):
             run.save(model, optimizers)
@@ -225,8 +224,8 @@ def sampling_noise(count, group_size, seed):
 
 
 def add_advantages(rollout, step=0):
-    """Adds the advantage of each token (N, T), and the weight of each row's KL (N,)."""
-    answers, device = rollout.answers, rollout.completions.device
+    """Adds the advantage of each token (N, T)."""
+    answers = rollout.answers
     if CREDIT == "piece":
         pieces = [answer.grade.pieces for answer in answers]
     else:
@@ -239,9 +238,7 @@ def add_advantages(rollout, step=0):
     advantages = (by_piece[:, None] * piece_mask).sum(2)  # (N, T): summed over the pieces that judge a token
     if CONTROL == "zero":
         advantages = torch.zeros_like(advantages)
-    rollout.advantages = advantages.to(device)
-    kl_weight = getattr(task, "KL_WEIGHTS", {}).get(rollout.kind, 1.0)
-    rollout.kl_weights = torch.full((len(answers),), kl_weight, device=device)
+    rollout.advantages = advantages.to(rollout.completions.device)
 
 
 def best_of_at(step):
@@ -254,7 +251,7 @@ def best_of_at(step):
 
 
 def set_learning_rates(optimizers, factor):
-    """`initial_lr` is the rate that an optimizer was made with, which load_models() keeps there."""
+    """Multiplies by `factor` the rate that each optimizer was made with, its `initial_lr`, which load_models() keeps."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
@@ -267,7 +264,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     all_have_gradient = KL_COEF > 0  # the KL's; without it, a group whose advantages are 0 has none
     parts = [part for rollout in rollouts for part in microbatches(rollout, most_tokens, all_have_gradient)]
     device, limit = model.wte.weight.device, max(task.LIMITS.values())
-    normalizer = torch.zeros((), dtype=torch.long, device=device)  # also of a process that has no question
+    normalizer = torch.zeros((), dtype=torch.long, device=device)  # stays 0 in a process that has no question
     for part in parts:
         normalizer += grpo.loss_normalizer(part.completion_mask, LOSS, limit)
     normalizer = parallel.total(normalizer)
@@ -298,9 +295,12 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
                 optimizer.step()
         model.zero_grad(set_to_none=True)
     is_finite = torch.stack([p.isfinite().all() for p in weights]).all()
+    return describe_epochs(epochs) | {"skipped": skipped, "broken": not is_finite}
 
-    metrics = {"loss": epochs[0]["loss"], "tokens": int(epochs[0]["tokens"]), "skipped": skipped}
-    metrics["broken"] = not is_finite
+
+def describe_epochs(epochs):
+    """The metrics of an update, from the sums of each of its epochs."""
+    metrics = {"loss": epochs[0]["loss"], "tokens": int(epochs[0]["tokens"])}
     for name, value in per_token(epochs[0]).items():  # the first epoch measures the weights that sampled
         if name.endswith(("logprob_gap", "kl", "entropy")):
             metrics[name] = value
@@ -308,7 +308,7 @@ def update(model, reference, optimizers, rollouts, most_tokens, check=False):
     for name, value in per_token(epochs[-1]).items():
         if name in grpo.LOSS_SUMS:
             metrics[name] = value
-    metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / EPOCHS
+    metrics["grad_norm"] = sum(totals["grad_norm"] for totals in epochs) / len(epochs)
     return metrics
 
 
@@ -376,8 +376,9 @@ def loss_and_sums(logprobs, entropy, part, normalizer):
         "logprob_gap": torch.where(mask, logprobs.detach() - part.rollout_logprobs, 0).abs().sum(),
     }
     if part.ref_logprobs is not None:
+        kl_weight = getattr(task, "KL_WEIGHTS", {}).get(part.kind, 1.0)
         # Without importance weights: the sampler's rounding matters little to a penalty this small
-        kl = part.kl_weights[:, None] * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
+        kl = kl_weight * grpo.kl(logprobs, part.ref_logprobs, mask, KL_ESTIMATOR)  # (N, T)
         loss = loss + KL_COEF * grpo.aggregate(kl, mask, LOSS, normalizer)
         # What is measured, and judged by KL_DIVERGENCE_THRESHOLD, has no weights and is k2, whatever KL_ESTIMATOR is: a
         # single token can blow up k3's mean.
@@ -401,9 +402,9 @@ def per_token(totals):
     """Means over the tokens of all answers, or of the kind of question that a name begins with."""
     means = {}
     for name, total in totals.items():
-        kind, _, figure = name.rpartition("/")
+        kind, _, metric = name.rpartition("/")
         tokens = totals[f"{kind}/tokens" if kind else "tokens"]
-        if tokens and figure not in ("tokens", "loss", "grad_norm"):
+        if tokens and metric not in ("tokens", "loss", "grad_norm"):
             means[name] = total / tokens
     return means
 
@@ -414,7 +415,7 @@ def per_token(totals):
 def log_step(run, past, metrics, eval_steps):
     """Writes the metrics of a step and prints its line; returns the steps to look back on, this one included."""
     metrics |= monitor.diagnose(metrics, past, KL_DIVERGENCE_THRESHOLD, MAX_GRAD_NORM)
-    past = monitor.log_step(run.out / "metrics.jsonl", past, metrics)
+    past = monitor.write_metrics(run.out / "metrics.jsonl", past, metrics)
     if run.dashboard:
         run.dashboard(run.step, loggers.step_numbers(metrics))
     evaluations_left = sum(later >= run.step for later in eval_steps) + 1  # and "after"
@@ -428,7 +429,7 @@ def evaluate_and_record(run, model, questions, title):
     parallel.log(f"evaluating {len(questions)} held-out questions, greedy and at temperature {TEMPERATURE:g}")
     skill, answers = evaluate(model, questions, EVAL_SAMPLES)
     run.skill[title] = skill
-    rewards = [figure[0] for name, figure in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
+    rewards = [mean for name, (mean, *_) in skill.items() if name.endswith(f" reward T={TEMPERATURE:g}")]
     run.best = max(run.best, (sum(rewards), run.step))  # the sum over kinds
     if parallel.rank() == 0:
         monitor.show(task, answers)
@@ -446,7 +447,7 @@ def evaluate(model, questions, samples=0):
     skill = {}
     for temperature in (0.0, TEMPERATURE):  # in this order: the answers at TEMPERATURE are returned
         answers = answer_questions(model, questions, temperature)
-        skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.intervals(answers).items()}
+        skill |= {f"{name} T={temperature:g}": figure for name, figure in monitor.figures(answers).items()}
     if samples:
         tries = answer_questions(model, questions, TEMPERATURE, samples)
         skill |= monitor.pass_rates(tries, samples)
@@ -474,7 +475,7 @@ def answer_questions(model, questions, temperature, group_size=1):
 
 def start():
     """Everything that the loop works with, for a new run or for one that is resumed."""
-    settings.finish()
+    settings.finish()  # prints --help, and refuses arguments that are no settings
     hardware.flush_denormals()
     device = join_processes()
     run, source, saved = open_run()
@@ -485,7 +486,7 @@ def start():
     planned = min(parallel.gather([plan_memory(model, questions)]))  # also sets model.most_logits and model.recompute
     if reference:  # computed in the same way as the policy, so that both are rounded alike
         reference.most_logits, reference.recompute = model.most_logits, model.recompute
-    # What is given, or what a resumed run began with, as free memory may have changed, or what fits
+    # The setting; without it what a resumed run began with, as free memory may have changed since; else what fits now
     run.microbatch = MICROBATCH_TOKENS or run.microbatch or planned
     parallel.log(monitor.introduction(model, source, TASK, len(items), held_out, run.microbatch))
     parallel.log(sizes.in_words(SIZE_DEFAULTS))

@@ -41,15 +41,18 @@ SETTINGS = {  # folder: its name for people
     "best-of-4": "best of 4",
     "exact-plain": "exact gradient, plain",
     "exact-best-of-4": "exact gradient, best of 4",
+    "exact-log": "exact gradient, log",
+    "exact-anchored": "exact gradient, anchored",
     "g8-plain": "groups of 8, plain",
     "g8-best-of-4": "groups of 8, best of 4",
+    "q8-plain": "groups of 8, 64 questions, plain",
+    "q8-best-of-4": "groups of 8, 64 questions, best of 4",
     "g64-plain": "groups of 64, plain",
     "g64-best-of-4": "groups of 64, best of 4",
+    "default": "the default task",
     "control": "shuffled control of plain",
 }
-COLOURS = "#000000 #d55e00 #cc79a7 #e69f00 #009e73 #0072b2 #882255 #44aa99 #f0e442 #56b4e9".split()
-COLOURS += ["#332288", "#117733", "#999999"]
-COLOURS = dict(zip(["start", *SETTINGS.values()], COLOURS, strict=True))
+COLOURS = {"start": "#000000"} | dict(zip(SETTINGS.values(), matplotlib.colormaps["tab20"].colors))
 TRIES = 2 ** np.arange(11)  # the k of the curves of pass@k
 CHANGES = {
     "α of the nearest sharpened start": "α",
@@ -156,14 +159,23 @@ def draw_policies(start, models, file):
     save(figure, file)
 
 
-def draw_front(start, models, file):
-    """pass@1 and pass@16 of each model."""
+def draw_front(rows, file):
+    """What each setting of skill_rows gains in pass@1 (across) and pass@16 (up), with intervals."""
+    head, _, *rows = rows
     figure, axes = pyplot.subplots(figsize=(5.5, 4))
-    for name, policies in ({"start": [start]} | models).items():
-        points = [[100 * p.skills()[f"pass@{k}"].mean() for p in policies] for k in (1, 16)]
-        axes.scatter(*points, label=name, color=COLOURS[name], s=24)
-    axes.set(xlabel="pass@1, %", ylabel="pass@16, %")
-    axes.legend(frameon=False, fontsize=8)
+    axes.axhline(0, color="#bbb", lw=1)
+    axes.axvline(0, color="#bbb", lw=1)
+    for title, *cells in rows:
+        name, _, seeds = title.rpartition(", ")
+        (across, half_across), (up, half_up) = (
+            map(float, cells[head.index(f"pass@{k}") - 1].split(" ± ")) for k in (1, 16)
+        )
+        marker = "s" if name.startswith("exact") else "^" if name.startswith("groups") else "o"
+        axes.errorbar(
+            across, up, half_up, half_across, fmt=marker, ms=4, lw=0.7, color=COLOURS[name], label=f"{name}, {seeds}"
+        )
+    axes.set(xlabel="gain in pass@1, points", ylabel="gain in pass@16, points")
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, file)
 
 
@@ -196,12 +208,13 @@ def main():
         tables["mates-test"] = run_and_control_rows(start, models["plain"], models[SETTINGS["control"]])
     for file, rows in tables.items():
         (ROOT / "experiments" / f"{file}.json").write_text(as_lines({"rows": rows}))
-    pictured = {name: some for name, some in models.items() if "groups" not in name and "exact" not in name}
+    left_out = "groups", "exact", "default"
+    pictured = {name: some for name, some in models.items() if not any(word in name for word in left_out)}
     draw_pass_at_k(start, pictured, ROOT / "docs" / "pass-at-k.svg")
     compared = {name: pictured[name] for name in ("plain", "best of 4") if name in pictured}
     if compared:
         draw_policies(start, compared, ROOT / "docs" / "policies.svg")
-    draw_front(start, models, ROOT / "docs" / "front.svg")
+    draw_front(tables["exact-skill"], ROOT / "docs" / "front.svg")
 
 
 if __name__ == "__main__":

@@ -87,15 +87,15 @@ def check_agreement(metrics, dtype):
 def lowest(m, name):
     """(value, kind) of a metric for the kind of question where it is lowest: a mean over kinds would hide a broken one.
     If no kind has the metric, the value is NaN, for which every comparison is false."""
-    return min(of_kinds(m, name), default=(math.nan, ""))
+    return min(value_of_each_kind(m, name), default=(math.nan, ""))
 
 
 def highest(m, name):
     """As lowest(), where it is highest, or NaN."""
-    return max(of_kinds(m, name), key=lambda item: (math.isnan(item[0]), item[0]), default=(math.nan, ""))
+    return max(value_of_each_kind(m, name), key=lambda item: (math.isnan(item[0]), item[0]), default=(math.nan, ""))
 
 
-def of_kinds(m, name):
+def value_of_each_kind(m, name):
     """[(value, kind), ...] of a metric that each kind of question has."""
     return [(value, key.split("/")[0]) for key, value in m.items() if key.split("/")[1:] == [name]]
 
@@ -105,7 +105,7 @@ def by_kind(answers):
     return {kind: [answer for answer in answers if answer.question.kind == kind] for kind in kinds}
 
 
-def figures(answers):
+def values_by_name(answers):
     """{"mates legal": [its value in each answer of the kind, or None], ...}: reward and metrics of each kind."""
     result = {}
     for kind, some in by_kind(answers).items():
@@ -115,9 +115,9 @@ def figures(answers):
     return result
 
 
-def intervals(answers):
-    """{"mates legal": (mean, half-width of its 95 % interval, the values of figures()), ...}"""
-    return {name: figure(values) for name, values in figures(answers).items()}
+def figures(answers):
+    """{"mates legal": (mean, half-width of its 95 % interval, the values of values_by_name()), ...}"""
+    return {name: figure(values) for name, values in values_by_name(answers).items()}
 
 
 def pass_at_k(values, n, k):
@@ -128,8 +128,8 @@ def pass_at_k(values, n, k):
 
 
 def pass_rates(answers, n):
-    """{"mates mate pass@4": as in intervals(), ...} for metrics that are shares, from `n` answers to each question."""
-    found = {name: values for name, values in figures(answers).items() if is_share(name, values)}
+    """{"mates mate pass@4": as in figures(), ...} for metrics that are shares, from `n` answers to each question."""
+    found = {name: values for name, values in values_by_name(answers).items() if is_share(name, values)}
     return {f"{name} pass@{k}": figure(pass_at_k(tried, n, k)) for name, tried in found.items()
             for k in (1, 4, 16, 64) if k <= n and not name.endswith(" reward")}  # fmt: skip
 
@@ -153,7 +153,7 @@ def describe_answers(answers, group_size):
     return result
 
 
-def log_step(file, past, metrics):
+def write_metrics(file, past, metrics):
     """Adds a step to metrics.jsonl; returns the steps that diagnose() looks back on, including the first one."""
     metrics["tokens_per_second"] = metrics["tokens"] / sum(metrics["seconds"].values())
     with open(file, "a") as log:
@@ -163,11 +163,13 @@ def log_step(file, past, metrics):
 
 def progress_line(past, steps, evaluation_seconds):
     """A line about the last of the steps `past`; the remaining evaluations will take `evaluation_seconds` in all."""
-    m, seconds = past[-1], fmean(sum(row["seconds"].values()) for row in past[-40:])
+    m = past[-1]
+    seconds = fmean(sum(row["seconds"].values()) for row in past[-40:])
     left = timedelta(seconds=round(seconds * (steps - m["step"]) + evaluation_seconds))
     kinds = [f"{kind} {m[f'{kind}/reward']:.2f}" for kind in kinds_of(m)]
     rewards = f"reward {m['reward']:.3f}" + f" ({', '.join(kinds)})" * (len(kinds) > 1)
-    kl, state = f" kl {m['kl']:.4f}" if "kl" in m else "", f"● {m['state']}"
+    kl = f" kl {m['kl']:.4f}" if "kl" in m else ""
+    state = f"● {m['state']}"
     line = f"step {m['step']}/{steps} {rewards}{kl} zero-std {m['frac_zero_std']:.0%} {left} left {state}"
     return line + (f"\n  {m['advice']}" if m["advice"] else "")
 
@@ -242,7 +244,7 @@ def introduction(model, source, task, items, held_out, microbatch):
 def open_log(run, model, questions, names):
     """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json, the first
     file of a run, has the settings that were changed on the way, the task's NAMES of figures and, for comparisons with
-    other runs, the held-out questions in the order of figures()."""
+    other runs, the held-out questions in the order of values_by_name()."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
     about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK

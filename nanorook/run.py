@@ -44,7 +44,7 @@ class Run:
         self.microbatch = 0  # the most tokens in one, likewise
         self.start_hash = ""  # of the start model's weights
         self.evaluation_seconds = 0.0  # that the last evaluation took
-        self.skill = {}  # {"before", "step 40", "after": {figure: (mean, half-width, values of the questions)}}
+        self.skill = {}  # {"before", "step 40", "after": {name: figure}}, see statistics.figure
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
         self.lr_factor = 1.0  # lowered each time the run goes back
         self.skipped_in_a_row = 0
@@ -52,7 +52,7 @@ class Run:
         self.changes = []  # of settings when it was resumed: [step, name, old value, new value]
         self.good = None  # the last state known to be healthy, see snapshot()
         self.record = ""  # its name in the dashboard of REPORT_TO
-        self.kept = [name for name in vars(self) if name != "out"]  # in a checkpoint
+        self.kept = [name for name in vars(self) if name != "out"]  # all names above, which a checkpoint has
         self.dashboard = None  # a function, see loggers.connect()
 
     def acquire_lock(self):
@@ -138,7 +138,7 @@ class Run:
 
     def snapshot(self, model, optimizers):
         """Everything that go_back() restores, in host memory."""
-        return to_host({"weights": lora.trained_state(model), "moments": [o.state_dict()["state"] for o in optimizers]})
+        return to_host({"weights": lora.trained_state(model), "moments": moments_of(optimizers)})
 
     def go_back(self, model, optimizers, lr_factor):
         """Restores the last good weights and moments, but not the step. The learning rate is lowered, because the run
@@ -156,7 +156,7 @@ class Run:
         folder = self.out / f"step-{self.step:06d}"
         unfinished = self.out / ".unfinished" / folder.name
         trainer = {name: getattr(self, name) for name in self.kept} | {"settings": settings.values()}
-        trainer |= {"model": lora.trained_state(model), "optimizer": [o.state_dict()["state"] for o in optimizers]}
+        trainer |= {"model": lora.trained_state(model), "optimizer": moments_of(optimizers)}
         shutil.rmtree(unfinished.parent, ignore_errors=True)  # left by a process that was killed
         if model.lora:
             lora.save(model, unfinished)
@@ -169,7 +169,8 @@ class Run:
             os.close(handle)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(unfinished, folder)
-        for path in [path for path in sorted(self.out.glob(STEP)) if path < folder][:-1]:
+        older = [path for path in sorted(self.out.glob(STEP)) if path < folder]
+        for path in older[:-1]:  # the newest of them stays
             if path.name != f"step-{self.best[1]:06d}":
                 shutil.rmtree(path)
 
@@ -204,20 +205,24 @@ def continuation(out, fresh):
     return f"{command} resumes from {newest}." if newest else "the same command starts the run from the beginning."
 
 
-def explain(error, task, continuation):
+def explain(error, task, next_step):
     """Ends a run with a message about an error that nothing else has handled; a bug keeps its traceback."""
     if raised_by(task, error):
         traceback.print_exception(error)
-        fail(f"this error came from the task, {task.__file__}; {continuation}")
+        fail(f"this error came from the task, {task.__file__}; {next_step}")
     if isinstance(error, OSError):
-        fail(f"a file could not be read or written ({error}); {continuation}")
+        fail(f"a file could not be read or written ({error}); {next_step}")
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # on CUDA, on a CPU
         fail("out of memory: in the update, set MICROBATCH_TOKENS below the number printed at the start; in "
-             f"sampling, lower BATCH_POSITIONS or GROUP_SIZE; with that change, {continuation}")  # fmt: skip
+             f"sampling, lower BATCH_POSITIONS or GROUP_SIZE; with that change, {next_step}")  # fmt: skip
     if not parallel.another_has_ended(error):
         raise error
     parallel.show_errors()
-    fail(f"another process of this run has ended, see above; {continuation}")
+    fail(f"another process of this run has ended, see above; {next_step}")
+
+
+def moments_of(optimizers):
+    return [optimizer.state_dict()["state"] for optimizer in optimizers]
 
 
 def restore(model, optimizers, weights, moments):

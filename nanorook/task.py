@@ -203,7 +203,8 @@ def draw_with_checks(task, items, count, rng, config):
             json.dumps(question.truth)
         except (TypeError, ValueError) as error:
             fail(f"the truth of {prompt_text(question.prompt)!r:.60} has to be serialisable as JSON ({error}).")
-    if len(set(parallel.gather([str([question.prompt for question in questions])]))) > 1:
+    prompts = str([question.prompt for question in questions])
+    if len({*parallel.gather([prompts])}) > 1:
         fail("the task's make_questions asked different questions in another process; do not let it draw from a set.")
     return questions
 
@@ -228,7 +229,8 @@ def check_questions(task, questions):
 
 def grade_answers(task, answers):
     """The answers with their grades, each checked against the contract."""
-    truths, result = {id(answer.question): answer.question.truth for answer in answers}, []
+    truths = {id(answer.question): answer.question.truth for answer in answers}
+    result = []
     before = repr(truths)
     for answer in answers:
         random.seed(answer.text)

@@ -41,7 +41,9 @@ def verdict(out):
     rows = [row for row in read(out / "metrics.jsonl") if "seconds" in row]
     if not rows or not skill:
         return ["● yellow  The run has not made a step yet."]
-    (first, *_, last), (*_, title) = [*skill.values()] * 2, skill  # the same one where there is only one evaluation
+    titles = [*skill]
+    title = titles[-1]
+    first, last = skill[titles[0]], skill[title]  # the same one where there is only one evaluation
     kinds = list(dict.fromkeys(kind for row in rows for kind in kinds_of(row)))  # a small step may lack a kind
     gains = {name: gain(first[name][2], last[name][2]) for name in last if name in first and first is not last}
     changed = {name: gains[name][0] for name in beyond_chance(gains)}
@@ -67,9 +69,11 @@ def verdict(out):
     lines = [headline]
     if found := collapse(rows, skill, kinds):
         kind, peak, when, end = found
-        state, before = "red", f"The {kind} reward collapsed: it was {peak:.2f} {when} and is {end:.2f} at the end. "
-        lines = [before + f"Lower LR from {settings['LR']:g} to {settings['LR'] / 10:g}, or raise KL_COEF "
-                 f"(now {settings['KL_COEF']:g}).", *lines[: len(rose)]]  # fmt: skip
+        state = "red"
+        collapsed = (f"The {kind} reward collapsed: it was {peak:.2f} {when} and is {end:.2f} at the end. Lower LR "
+                     f"from {settings['LR']:g} to {settings['LR'] / 10:g}, or raise KL_COEF "
+                     f"(now {settings['KL_COEF']:g}).")  # fmt: skip
+        lines = [collapsed, headline] if rose else [collapsed]
     if fell:
         lines.append(f"Got worse: {in_words(fell, first, last, gains, names)}.")
     elif gains:
@@ -83,11 +87,11 @@ def verdict(out):
                      "answers had nothing to gain there; only sampled ones could improve.")  # fmt: skip
     answers = sum(round(row["tokens"] / max(row["length"], 1e-9)) for row in rows)
     spent = timedelta(seconds=round(sum(sum(row["seconds"].values()) for row in rows)))
-    steps, asked = f"{rows[-1]['step']}", ""
+    steps, evaluated = f"{rows[-1]['step']}", ""
     if title != "after":
         steps += f" of {settings.get('STEPS', '?')}"
-        asked = f"; last evaluated {when_asked(title)}"
-    lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} excluding evaluations{asked}.")
+        evaluated = f"; last evaluated {when_asked(title)}"
+    lines.append(f"Cost: {steps} steps, {answers:,} answers, {spent} excluding evaluations{evaluated}.")
     folder = shlex.quote(str(out))
     lines.append(f"Next: {folder}/report.html has the curves and answers; python -m tools.evaluate {folder} prints "
                  f"all metrics; python -m tools.ask {folder}/model shows answers to your questions.")  # fmt: skip
@@ -109,13 +113,13 @@ def more_is_better(name, *skills):
     return " reward " in name or all(is_share(name, skill[name][2]) for skill in skills)
 
 
-def in_words(figures, first, last, gains, names, most=3):
-    """The changes of these figures, greedy and sampled ones of a measure together: those that the task names first,
-    then the largest."""
+def in_words(chosen, first, last, gains, names, most=3):
+    """The changes of the chosen figures, greedy and sampled ones of a measure together: those that the task names
+    first, then the largest."""
     ranks = {measure: rank for rank, measure in enumerate(names)}
-    ordered = sorted(figures, key=lambda name: -abs(gains[name][0]))
+    ordered = sorted(chosen, key=lambda name: -abs(gains[name][0]))
     ordered.sort(key=lambda name: ranks.get(measure_and_way(name)[0], len(ranks)))
-    seen, by_measure = {measure_and_way(name) for name in figures}, {}
+    seen, by_measure = {measure_and_way(name) for name in chosen}, {}
     for name in ordered:
         measure, way = measure_and_way(name)
         if way != "pass@1" or (measure, "sampled") not in seen:  # otherwise it is the sampled answers once more
@@ -126,10 +130,10 @@ def in_words(figures, first, last, gains, names, most=3):
 
 def change(name, first, last, gains):
     """A figure before and after: "20.3 → 31.7 % (+11.3 ± 2.3)"."""
-    is_share = more_is_better(name, first, last) and " reward " not in name
-    scale, unit = (100, " %") if is_share else (1, "")
+    in_percent = more_is_better(name, first, last) and " reward " not in name
+    scale, unit = (100, " %") if in_percent else (1, "")
     before, after, mean, half = (scale * x for x in (first[name][0], last[name][0], *gains[name][:2]))
-    digits = 1 if is_share or abs(mean) >= 10 else 2
+    digits = 1 if in_percent or abs(mean) >= 10 else 2
     return f"{before:.{digits}f} → {after:.{digits}f}{unit} ({mean:+.{digits}f} ± {half:.{digits}f})"
 
 

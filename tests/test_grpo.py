@@ -24,7 +24,8 @@ def made_up():
     g = torch.Generator().manual_seed(0)
     logprobs, weights = torch.rand(2, N, T, generator=g, dtype=torch.float64)
     away, ref_away = torch.randn(2, N, T, generator=g, dtype=torch.float64)
-    advantages, lengths = torch.randn(N, generator=g, dtype=torch.float64), torch.randint(1, T + 1, (N, 1), generator=g)
+    advantages = torch.randn(N, 1, generator=g, dtype=torch.float64)  # one for each answer
+    lengths = torch.randint(1, T + 1, (N, 1), generator=g)
     mask = torch.arange(T) < lengths
     assert (advantages > 0).any() and (advantages < 0).any() and not mask.all()
     logprobs = -3 * logprobs
@@ -87,7 +88,7 @@ def test_loss_and_gradient_equal_trl(trl, loss, extras):
     beta = 0.3 if extras == "kl" else 0.0
     weights = weights if extras == "weights" else None
     if extras == "an advantage for each token":
-        advantages = advantages[:, None] * torch.linspace(-1, 1, T, dtype=torch.float64)
+        advantages = advantages * torch.linspace(-1, 1, T, dtype=torch.float64)
 
     def ours(x):
         value, _ = grpo.policy_loss(x, old, advantages, mask, **settings(loss, mask, low, high), importance=weights)
@@ -290,17 +291,19 @@ def test_k_falls_to_one_during_the_run(toy_settings):
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
-def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
+def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings, monkeypatch):
+    """The KL of each kind of question has its own weight, 1 where the task names none."""
     logprobs, old, ref, advantages, mask, weights = made_up()
     toy_settings(LOSS=loss, CLIP_RANGE=0.2, CLIP_RANGE_HIGH=0.3, KL_COEF=0.3, KL_ESTIMATOR="k3")
-    total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages[:, None].expand(N, T)
-    kl_weights = torch.arange(N, dtype=torch.float64)
+    total, paid = grpo.loss_normalizer(mask, loss, LIMIT), advantages.expand(N, T)
     rows = {kind: slice(i, None, 2) for i, kind in enumerate(toy.LIMITS)}
+    monkeypatch.setattr(train.task, "KL_WEIGHTS", {[*rows][1]: 0.25}, raising=False)
+    kl_weights = torch.tensor([1, 0.25], dtype=torch.float64).repeat(N // 2)  # of each row
     parts = {}
     for kind, some in rows.items():
         answers = [Answer(toy.Question(kind, "?", 0), "", [], False)] * len(mask[some])
         parts[kind] = part = Rollout(None, None, mask[some], mask[some], (old - weights.log())[some], None, answers)
-        part.advantages, part.kl_weights = paid[some], kl_weights[some]
+        part.advantages = paid[some]
         part.old_logprobs, part.ref_logprobs = old[some], ref[some]
 
     def expected(x):
@@ -318,16 +321,6 @@ def test_the_objective_is_the_weighted_loss_and_the_kl(loss, toy_settings):
     for kind, some in rows.items():
         torch.testing.assert_close(sums[kind][f"{kind}/kl"], guarded[some].sum())
         assert sums[kind][f"{kind}/tokens"] == mask[some].sum()
-
-
-def test_a_kind_of_question_has_its_own_weight_of_the_kl(monkeypatch, toy_settings):
-    toy_settings()
-    policy, asked = toy.model(), toy.questions(16)
-    for weights in {}, {"long": 0.25}:
-        monkeypatch.setattr(train.task, "KL_WEIGHTS", weights, raising=False)
-        found = torch.cat([rollout.kl_weights for rollout in toy.rollouts(policy, asked)]).tolist()
-        expected = [weights.get(question.kind, 1.0) for question in asked for _ in range(train.GROUP_SIZE)]
-        assert sorted(found) == sorted(expected) and len({*found}) == 1 + len(weights)
 
 
 def test_credit_of_an_example_by_hand(toy_settings):
@@ -371,7 +364,7 @@ def test_no_log_ratio_overflows(loss, sign, log_ratio):
     old, mask = torch.full((2, 3), -1.0 - log_ratio), torch.ones(2, 3)
 
     def value(logprobs):
-        policy = grpo.policy_loss(logprobs, old, sign * torch.ones(2), mask, **settings(loss, mask))[0]
+        policy = grpo.policy_loss(logprobs, old, sign * torch.ones(2, 1), mask, **settings(loss, mask))[0]
         return policy + sum(grpo.kl(logprobs, old.clamp(-1e4, 1e4), mask, k).sum() for k in grpo.KL_ESTIMATORS)
 
     assert all(x.isfinite().all() for x in loss_and_gradient(value, torch.full((2, 3), -1.0)))
@@ -407,7 +400,7 @@ def test_a_loss_scale_or_estimator_that_does_not_exist_is_refused():
 
 def test_stats_and_importance_weights_by_hand():
     ratio, mask = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).repeat(2, 1), torch.tensor([[1, 1, 1, 0]]).repeat(2, 1)
-    args = ratio.log(), torch.zeros(2, 4), torch.tensor([1.0, -1.0]), mask
+    args = ratio.log(), torch.zeros(2, 4), torch.tensor([[1.0], [-1.0]]), mask
     expected = dict(ratio_gap=3, clip_low=1, clip_high=1)
     for loss, changed in {"grpo": {}, "cispo": dict(clip_low=0, clip_high=2)}.items():
         stats = grpo.policy_loss(*args, **settings(loss, mask))[1]
@@ -517,7 +510,7 @@ def test_logprobs_and_entropy_equal_torch_distributions(temperature, dtype):
     logits = (3 * torch.randn(3, 5, 11, generator=g)).to(dtype)
     logits[..., 4:9] = -math.inf  # no probability
     tokens = torch.randint(4, (3, 5), generator=g)
-    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, lambda x: x, 11, temperature)
+    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, lambda x: x, 11, temperature, 2**28)
     exact = Categorical(logits=logits.double() / temperature)
     torch.testing.assert_close(logprobs, exact.log_prob(tokens).float())  # fp32: bf16 is widened before the softmax
     torch.testing.assert_close(entropy, torch.special.entr(exact.probs).sum(-1).float())
@@ -527,7 +520,7 @@ def test_gradients_of_logprobs_made_a_few_rows_at_a_time():
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 8, 2**17, generator=g).requires_grad_()  # more than fit: of the 5 rows 4 go first
     tokens = torch.randint(2**17, (5, 8), generator=g)
-    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, lambda x: x, 2**17, 0.7)
+    logprobs, entropy = grpo.logprobs_and_entropy(logits, tokens, lambda x: x, 2**17, 0.7, 2**28)
     plain = (logits / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     weights = torch.randn(5, 8, generator=g)
     ours, expected = (torch.autograd.grad((x * weights).sum(), logits)[0] for x in (logprobs, plain))

@@ -29,7 +29,7 @@ def test_metrics_are_means_over_the_answers_of_a_kind():
 def test_the_log_looks_back_on_the_first_step_and_on_the_last_forty(tmp_path):
     past = []
     for step in range(60):
-        past = monitor.log_step(tmp_path / "log", past, {"step": step, "tokens": 3, "seconds": {"update": 2.0}})
+        past = monitor.write_metrics(tmp_path / "log", past, {"step": step, "tokens": 3, "seconds": {"update": 2.0}})
     assert [row["step"] for row in past] == [0, *range(20, 60)] and past[-1]["tokens_per_second"] == 1.5
 
 
@@ -69,7 +69,7 @@ def test_figures_have_gaps_where_there_is_no_value():
     grades = [(prompt, Grade((("all", i / 4),), metrics)) for i, (prompt, metrics) in enumerate(found)]
     answers = [Answer(toy.Question("k", prompt, 0), "", [], False, grade) for prompt, grade in grades]
     expected = {"k reward": [0.0, 0.25, 0.5], "k right": [1.0, None, 0.0], "k pawns": [None, None, 3.0]}
-    assert monitor.figures(answers) == expected
+    assert monitor.values_by_name(answers) == expected
     assert monitor.describe_answers(answers, 3)["k/right"] == 0.5
 
 

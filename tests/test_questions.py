@@ -96,7 +96,7 @@ def test_environment_questions_hold_the_truth_and_show_ten_moves(positions):
 def test_environment_questions_have_every_kind(positions):
     rng, kinds = random.Random(4), collections.Counter()
     for position in positions:
-        question = rewards.environment_question(position, rng, "rookworld")
+        question = rewards.environment_question(position, rng, "rookworld", illegal_share=1 / 3)
         fen, uci, *_ = question.prompt.removeprefix("A: ").split("+")
         board, move = chess.Board(fen), chess.Move.from_uci(uci)
         piece, illegal = board.piece_at(move.from_square), question.truth[3]

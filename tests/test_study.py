@@ -65,7 +65,13 @@ def test_what_moved_is_counted():
     assert counted["a wrong move gained"].startswith("50.0 ±")
 
 
-@pytest.mark.parametrize("draw", [study.draw_pass_at_k, study.draw_policies, study.draw_front])
+@pytest.mark.parametrize("draw", [study.draw_pass_at_k, study.draw_policies])
 def test_a_picture_names_its_settings(draw, tmp_path):
     draw(START, {"plain": [AFTER], "best of 4": [AFTER, AFTER]}, tmp_path / "picture.svg")
     assert "best of 4" in (tmp_path / "picture.svg").read_text()
+
+
+def test_the_front_is_drawn_from_the_table_alone(tmp_path):
+    models = {"plain, one seed": [AFTER], "exact gradient, log, 2 seeds": [AFTER, AFTER]}
+    study.draw_front(study.skill_rows(START, models), tmp_path / "front.svg")
+    assert "exact gradient, log, 2 seeds" in (tmp_path / "front.svg").read_text()

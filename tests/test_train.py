@@ -127,7 +127,8 @@ def test_an_architecture_is_trained_with_its_own_score(wanted, toy_settings, mon
     policy.tokenizer = plain.tokenizer
     rollout = generate(policy, [[7, 8], [9]], 2, [5, 5], noise=torch.rand(4, 5))
     hidden = policy.score(rollout.prompts, rollout.prompt_lengths, rollout.completions)
-    expected, _ = grpo.logprobs_and_entropy(hidden, rollout.completions, policy.head, policy.config.vocab_size)
+    V, most_logits = policy.config.vocab_size, policy.most_logits
+    expected, _ = grpo.logprobs_and_entropy(hidden, rollout.completions, policy.head, V, 1.0, most_logits)
     found = [train.forward(model, rollout, 1.0)[0] for model in (policy, train.make_reference(policy), plain)]
     torch.testing.assert_close(found[0], expected)
     assert torch.equal(found[0], found[1]) and (found[0] - found[2]).abs().max() > 0.1
@@ -167,7 +168,7 @@ def test_evaluation_is_the_mean_of_the_grades(toy_settings):
     for t in (0, 1):
         rollouts = train.sample(model, questions, 1, toy.LIMITS, t, noise)
         answers = [answer for rollout in rollouts for answer in rollout.answers]
-        expected = monitor.intervals(train.grade_answers(toy, answers))
+        expected = monitor.figures(train.grade_answers(toy, answers))
         assert len(expected) == 4 and figures | {f"{name} T={t}": value for name, value in expected.items()} == figures
     assert {(a.question, a.text) for a in shown} == {(a.question, a.text) for a in answers}  # the sampled ones
 

@@ -126,7 +126,7 @@ def to_cpu(rollout):
 
 def some_rows(rollout, rows):
     """As if the other rows had not been sampled."""
-    names = "completions", "completion_mask", "rollout_logprobs", "hit_limit", "advantages", "kl_weights"
+    names = "completions", "completion_mask", "rollout_logprobs", "hit_limit", "advantages"
     tensors = {name: getattr(rollout, name)[rows] for name in names}
     return dataclasses.replace(rollout, **tensors, answers=[rollout.answers[row] for row in rows])
 

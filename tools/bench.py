@@ -151,7 +151,6 @@ def prepare(w, prompts, device, dtype):
                 text, ends = detokenize(model.tokenizer, row)  # as for a verifier, whose own time does not count
                 rollout.answers.append(Answer(question, text, ends, True))
             rollout.advantages = torch.randn(rollout.completions.shape, generator=rng).to(device)
-            rollout.kl_weights = torch.ones(len(rollout.answers), device=device)
             train.update(model, reference, optimizers, [rollout], most)
 
     return model, run

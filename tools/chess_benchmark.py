@@ -20,16 +20,17 @@ import chess.pgn
 import architectures
 import rewards
 from nanorook import hardware
-from nanorook.monitor import figures, pass_at_k
+from nanorook.monitor import pass_at_k, values_by_name
 from nanorook.settings import fail, number
 from nanorook.statistics import figure, known
 from nanorook.tables import skill_rows, table
 from nanorook.task import grade_answers
 from rook import mating
-from rook.positions import Position, distinct, draw, is_sound, mating_moves
+from rook.positions import Position, distinct, draw, is_sound, load_unfinished, mating_moves, split
 from tools import chess_games as games
 
 TRIES = 16  # answers to each question of pass@k
+ILLEGAL = 1 / 3  # share of the random moves that environment questions ask about
 
 
 def measure(model, temperature, positions, puzzles, openings, tried):
@@ -37,10 +38,10 @@ def measure(model, temperature, positions, puzzles, openings, tried):
     text_format, rng = rewards.chess_format(model.config), random.Random(0)
 
     def ask(questions, tries=1):
-        return figures(grade_answers(rewards, games.answers(model, questions, temperature, tries)))
+        return values_by_name(grade_answers(rewards, games.answers(model, questions, temperature, tries)))
 
     found = ask([rewards.policy_question(position, text_format) for position in positions])
-    found |= ask([rewards.environment_question(position, rng, text_format) for position in positions])
+    found |= ask([rewards.environment_question(position, rng, text_format, ILLEGAL) for position in positions])
     for name, some in puzzles.items():
         whole, first = zip(*(puzzle_questions(*puzzle, text_format) for puzzle in some))
         for row, best, questions in (
@@ -117,7 +118,13 @@ def main():
         p.error("give one model, or two different ones to compare.")
     device, dtype = hardware.prepare()
     models = [architectures.load(name).to(device).inference_copy(dtype) for name in a.model]
-    held = distinct(position for source in a.data for position in rewards.load_positions(source)[1])
+    held = []
+    for source in a.data:
+        loaded = load_unfinished(source)
+        rewards.warn_of_missing_labels(loaded)
+        _, held_out = split(loaded)
+        held += held_out
+    held = distinct(held)
     if not held:
         fail(f"{' '.join(a.data)} has no held-out position; give more positions.")
     rng = random.Random(0)
