@@ -67,17 +67,18 @@ def grade(question, text, hit_limit=False):
     total, *events = question.truth
     form = re.fullmatch(rf" {STEP}(, {STEP})* #### -?\d{{1,3}}", text) is not None and not hit_limit
     right = form and text.endswith(f" #### {list(accumulate(question.truth, add))[-1]}")
-    written, pieces, working, read = list(re.finditer(STEP, text)), [("structure", 0.1 * form)], 0, 0
+    written = list(re.finditer(STEP, text))
+    pieces = [("structure", 0.1 * form)]
+    working = 0  # sound steps
     for i, (event, found) in enumerate(zip(events, written), 1):
         sound = found[0] == write_step(total, event)
         pieces.append((f"step {i}", 0.7 * sound / len(events), found.span()))
         working += sound
-        calculation, outcome = found[0].split("=")
-        read += calculation.endswith("{}{}".format(*event))
+        _, outcome = found[0].split("=")
         total = int(outcome)
     pieces = [*pieces, ("result", 0.2 * right)] if SUMS_REWARD == "steps" else [("result", 1.0 * right)]
     working = right and working == len(written) == len(events)
-    metrics = {"structure": form, "result": right, "working": working, "read": read / len(events)}
+    metrics = {"structure": form, "result": right, "working": working}
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})
 
 

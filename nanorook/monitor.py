@@ -187,10 +187,10 @@ def show(task, answers):
         show_answer(task, answer)
 
 
-def write_samples(file, step, answers, count=16):
-    """Adds the first answers of each kind of question to samples.jsonl, with their grades."""
+def write_samples(file, step, answers):
+    """Adds the first 16 answers of each kind of question to samples.jsonl, with their grades."""
     with open(file, "a") as log:
-        for a in (a for some in by_kind(answers).values() for a in some[:count]):
+        for a in (a for some in by_kind(answers).values() for a in some[:16]):
             question = a.question._replace(prompt=prompt_text(a.question.prompt))
             row = {"step": step, "completion": a.text, "reward": a.grade.reward}
             log.write(json.dumps(row | question._asdict() | a.grade._asdict()) + "\n")

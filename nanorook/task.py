@@ -25,6 +25,7 @@ from nanorook.tokenizer import WHITE_SPACE, Special
 
 # Metrics that each kind of question has anyway
 TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit", "kl", "logprob_gap"
+RUNAWAY = 0.3  # what the reward of an answer without an end is multiplied by
 
 
 class Question(NamedTuple):
@@ -285,10 +286,10 @@ def wrong_grade(grade, text):
     return ""
 
 
-def runaway(pieces, factor=0.3):
-    """The piece that multiplies the reward of an answer without an end. A factor keeps the order of rewards, where a
-    cap would make them all equal."""
-    return "runaway", (factor - 1) * sum(value for _, value, *_ in pieces)
+def runaway(pieces):
+    """The piece that multiplies the reward by RUNAWAY. A factor keeps the order of rewards, where a cap would make them
+    all equal."""
+    return "runaway", (RUNAWAY - 1) * sum(value for _, value, *_ in pieces)
 
 
 def earned(pieces):

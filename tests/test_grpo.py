@@ -8,10 +8,9 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 import grpo
-import rewards
 import toy
 import train
-from examples import gsm8k, mates
+from examples import gsm8k
 from nanorook.task import Grade, shuffled
 from rollout import Answer, Rollout, microbatches
 
@@ -189,26 +188,6 @@ def test_components_are_weighed_in_the_order_of_whole_rewards(how):
         shuffled_rows = torch.randperm(G, generator=random)
         again = grpo.advantages(groups[:, shuffled_rows].flatten(0, 1), G, **how).unflatten(0, (-1, G))
         torch.testing.assert_close(again, found[:, shuffled_rows], atol=1e-14, rtol=0)
-
-
-def by_component(values, G, weights):
-    """The advantages of a version of this project that weighed each component in its own order."""
-    ordered, order = values.view(-1, G, values.shape[1]).sort(1)
-    differences = ordered.diff(dim=1, prepend=ordered[:, :1]) * torch.tensor([0.0, *weights])[:, None]
-    paid = torch.empty_like(ordered).scatter(1, order, differences.cumsum(1))
-    return (paid - paid.mean(1, keepdim=True)).flatten(0, 1)
-
-
-@pytest.mark.parametrize("how", [dict(scale="mean"), dict(best_of=2), dict(best_of=4), dict(scale="mean", best_of=4)])
-@pytest.mark.parametrize("rungs", [*rewards.FIRST_WEIGHTS.values(), *mates.WEIGHTS.values()])
-def test_first_moves_are_ladders_so_single_components_have_the_same_order(rungs, how):
-    """Each rung of such an answer includes the one below."""
-    reached = torch.randint(len(rungs) + 1, (64 * 32, 1), generator=torch.Generator().manual_seed(0))
-    values = torch.tensor([*rungs.values()]) * (torch.arange(len(rungs)) < reached)
-    weights = grpo.weights_by_rank(32, how.get("scale", "none"), how.get("best_of", 1))
-    found = grpo.advantages(values, 32, **how)
-    assert found.abs().max() > 0.01
-    torch.testing.assert_close(found, by_component(values, 32, weights), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("how", [dict(BEST_OF=2), dict(SCALE_REWARDS="mean"), dict(SCALE_REWARDS="mean", BEST_OF=2)])

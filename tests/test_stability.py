@@ -313,7 +313,7 @@ def test_end_token_is_trained():
 
     def gradient_at_ends(mask):
         logprobs = train.forward(policy, rollout, train.TEMPERATURE)[0].detach().requires_grad_(True)
-        ones, normalizer = torch.ones(len(mask)), mask.sum()
+        ones, normalizer = torch.ones(len(mask), 1), mask.sum()
         grpo.policy_loss(logprobs, logprobs.detach(), ones, mask, **DEFAULT, normalizer=normalizer)[0].backward()
         return logprobs.grad[ends]
 

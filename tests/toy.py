@@ -3,10 +3,8 @@
 import dataclasses
 import gc
 import json
-import os
 import random
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -124,13 +122,6 @@ def to_cpu(rollout):
     return dataclasses.replace(rollout, **{name: x.to("cpu") for name, x in tensors.items()})
 
 
-def some_rows(rollout, rows):
-    """As if the other rows had not been sampled."""
-    names = "completions", "completion_mask", "rollout_logprobs", "hit_limit", "advantages"
-    tensors = {name: getattr(rollout, name)[rows] for name in names}
-    return dataclasses.replace(rollout, **tensors, answers=[rollout.answers[row] for row in rows])
-
-
 NO_REPORT = "nanorook.report.write", mock.Mock(return_value="no report")  # which takes a part of a second
 BROKEN_OFF = set()  # the folders of runs that have not ended
 
@@ -181,12 +172,6 @@ def left_by(out):
     """All that a run leaves and that does not tell the time."""
     files = ["samples.jsonl", "skill.json", "model/model.safetensors"]
     return rows(out), [(out / file).read_bytes() for file in files]
-
-
-def user_runs(*arguments, **environment):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def same(rows, others):
