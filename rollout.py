@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo import distribution
 from nanorook.settings import fail
-from nanorook.task import prompt_ids
+from nanorook.task import prompt_ids, prompt_text
 
 CHECK_EVERY = 8  # tokens between checks for the end of all rows; each check is a GPU sync
 GROW_BY = 16  # tokens by which the cache grows on a CPU; attention reads all of it
@@ -102,12 +102,13 @@ def sample(model, questions, group_size, limits, temperature=1.0, noise=None, ma
             yield sample_alike(model, some_questions, group_size, limits, temperature, some_noise)
 
 
-def room_after(prompt, config):
-    """The number of positions that a prompt of token ids leaves for an answer; if there is none, the program ends."""
+def room_after(question, prompt, config):
+    """The number of positions that a question's prompt, here as token ids, leaves for an answer; if there is none, the
+    program ends."""
     room = config.n_positions - len(prompt)
     if room < 1:
-        fail(f"a prompt of {len(prompt)} tokens leaves no room for an answer in the model's {config.n_positions} "
-             "positions; use shorter prompts.")  # fmt: skip
+        fail(f"the prompt {prompt_text(question.prompt)!r:.60} has {len(prompt)} tokens, which leaves no room for an "
+             f"answer in the model's {config.n_positions} positions; shorten it, or leave it out.")  # fmt: skip
     return room
 
 
@@ -115,7 +116,8 @@ def sample_alike(model, questions, group_size, limits, temperature, noise):
     """The Rollout of questions that have the same kind and stop."""
     first = questions[0]  # the others have its kind, stop and stop_after
     prompts = [prompt_ids(question.prompt, model.tokenizer) for question in questions]
-    most_new = [min(limits[first.kind], room_after(prompt, model.config)) for prompt in prompts]
+    rooms = [room_after(question, prompt, model.config) for question, prompt in zip(questions, prompts)]
+    most_new = [min(limits[first.kind], room) for room in rooms]
     if noise is not None:
         noise = noise[:, :, : max(most_new)].flatten(0, 1)  # (N, T)
     stop_tokens = stop_tokens_of(model.tokenizer, first.kind, first.stop, first.stop_after)

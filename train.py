@@ -92,7 +92,7 @@ SCALE_REWARDS           = setting("SCALE_REWARDS", "none", "divide advantages by
 BEST_OF                 = setting("BEST_OF", 1, "k, below GROUP_SIZE: reward the best of k answers instead of each one; against that, the KL weighs at least k times as much, see grpo.weights_by_rank", low=1, high=GROUP_SIZE - 1)
 BEST_OF_SCHEDULE        = setting("BEST_OF_SCHEDULE", "constant", "with BEST_OF above 1, whether k stays, or falls to 1 during the run", one_of=grpo.SCHEDULES)
 CLIP_RANGE              = setting("CLIP_RANGE", 0.2, "the ratio is clipped below 1 - CLIP_RANGE; no effect with LOSS=cispo, or with EPOCHS=1, where all ratios are 1", low=0, high=1)
-CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH; no effect with EPOCHS=1", low=0)
+CLIP_RANGE_HIGH         = setting("CLIP_RANGE_HIGH", 0.28, "the ratio is clipped above 1 + CLIP_RANGE_HIGH; no effect with EPOCHS=1", low=0, high=1e30)
 KL_COEF                 = setting("KL_COEF", 0.1, "weight of the KL to the start model, times the task's KL_WEIGHTS for each kind of question; 0 loads no reference and measures no KL, so KL_DIVERGENCE_THRESHOLD has no effect", low=0)
 KL_ESTIMATOR            = setting("KL_ESTIMATOR", "k2", "how the KL is estimated, see grpo.kl", one_of=grpo.KL_ESTIMATORS)
 KL_DIVERGENCE_THRESHOLD = setting("KL_DIVERGENCE_THRESHOLD", 1.0, "if the KL per token exceeds this for any kind of question, the run goes back to its last good state", low=0)

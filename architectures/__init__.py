@@ -39,8 +39,9 @@ def load(source, dtype=torch.float32):
 
 
 def load_merged(source, dtype=torch.float32):
-    """The same as a model to train: without adapters, as those of a folder of adapters are merged."""
-    return lora.merged(load(source, dtype), dtype)
+    """The same as a model to train: without adapters, as those of a folder of adapters are merged, in fp32."""
+    has_adapters = lora.read_config(fetch(source))
+    return lora.merged(load(source, torch.float32 if has_adapters else dtype), dtype)
 
 
 def without_weights(source):

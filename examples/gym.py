@@ -93,7 +93,10 @@ def dataset(data, seed):
 @functools.lru_cache(maxsize=10_000)
 def entry(data, seed, number):
     """A question with its answer and what the scorer needs; the same in each process."""
-    return dataset(data, seed)[number]
+    try:
+        return dataset(data, seed)[number]
+    except Exception as error:  # of a configuration that the package accepts and cannot draw from
+        fail(f"DATA={data}: reasoning-gym cannot make a question with this configuration: {error}.")
 
 
 def load(source, config):

@@ -25,8 +25,8 @@ def reward(text, answer):
     if re.fullmatch("/.+/", answer, re.DOTALL):  # a regular expression, which the text has to contain
         return 1.0 if re.search(answer[1:-1], text) else 0.0
     if re.fullmatch(NUMBER, answer):  # a number: the last one that the text names has to be equal to it
-        numbers = [float(number.replace(",", "")) for number in re.findall(NUMBER, text)]
-        right = numbers[-1:] == [float(answer.replace(",", ""))]
+        numbers = [Decimal(number.replace(",", "")) for number in re.findall(NUMBER, text)]
+        right = numbers[-1:] == [Decimal(answer.replace(",", ""))]
         return 1.0 if right else 0.1 if numbers else 0.0
     if text.strip().lower() == answer.lower():  # any other text: the same one, and nothing else
         return 1.0

@@ -37,7 +37,8 @@ def diagnose(m, past, kl_threshold, max_grad_norm):
     for kind in sorted(kinds_of(m), key=lambda kind: m[f"{kind}/reward"]):  # the worst first
         names = "reward", "reward_max", "frac_zero_std", "hit_limit", "structure"
         reward, best, alike, cut_off, structure = (m.get(f"{kind}/{name}", math.nan) for name in names)
-        ended = bool(past) and past[0].get(f"{kind}/hit_limit", 1) < 0.2  # at the run's first step
+        early = next((row for row in past if f"{kind}/hit_limit" in row), {})  # of the first step, if it had the kind
+        ended = early.get(f"{kind}/hit_limit", 1) < 0.2
         older, newer = ([row.get(f"{kind}/reward", reward) for row in part] for part in (past[-40:-20], past[-20:]))
         falls = len(past) >= 40 and fmean(older) - fmean(newer) > max(0.05, stdev(older))
         rules += [
@@ -250,6 +251,7 @@ def open_log(run, model, questions, names):
     about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK
     about |= describe("./train.sh", model.wte.weight.device, model.dtype)
     about |= {"changes": run.changes, "processes": parallel.world(), "names": names, "questions": {}}
+    about["start_hash"] = run.start_hash
     for question in questions:
         about["questions"].setdefault(question.kind, []).append(crc32(prompt_text(question.prompt).encode()))
     write(run.out / "run.json", json.dumps(about))

@@ -77,7 +77,9 @@ def join(backend):
         show_errors()
         fail(f"the processes of this run have not all started within {JOIN_WITHIN.seconds} seconds ({error}); "
              "check above whether one of them has ended, and start the run again.")  # fmt: skip
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    # torch would give up after half an hour, while the lead may be making a start model; a process that has ended is
+    # noticed by its closed connection
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=30))
 
 
 def launched():

@@ -297,7 +297,10 @@ def write(*folders):
         skill=skill_plots(runs), table=each(skill_table), states=each(states), plots=training_plots(runs),
         samples="" if named else cards(runs[0]), settings=settings(runs),
     )  # fmt: skip
-    others = "-".join(path.name for path in paths[1:])[:200]
+    # tools.sweep calls all its runs seed-N, so those in another folder are named with it
+    beside = paths[0].parent
+    others = [path.name if path.parent == beside else f"{path.parent.name}-{path.name}" for path in paths[1:]]
+    others = "-".join(others)[:200]
     path = paths[0] / (f"report-with-{others}.html" if others else "report.html")
     write_whole(path, page.encode(errors="replace").decode())  # a completion may hold half a surrogate pair
     return path

@@ -30,6 +30,8 @@ STEP = "step-[0-9][0-9][0-9][0-9][0-9][0-9]"  # a checkpoint's name
 MADE = "run.json settings.json metrics.jsonl samples.jsonl skill.json model adapters wandb tensorboard".split()
 MADE += ["report.html", "report-with-*.html"]
 MADE += [STEP, ".unfinished", ".model-*", ".adapters-*", *(f".{name}" for name in MADE)]
+# What the user may have changed because the run went back, so that it may go back again
+STEADIER = "LR", "KL_COEF", "KL_DIVERGENCE_THRESHOLD", "EPOCHS", "MAX_GRAD_NORM"
 MARK = b'{"program": "nanorook"'  # how run.json begins, which a run writes first, and which FRESH=1 deletes last
 
 
@@ -73,21 +75,24 @@ class Run:
                  "another folder.")  # fmt: skip
 
     def forbid_model_inside(self, source):
-        """The start model is read again when a run is resumed, so the run must not overwrite it."""
-        if Path(source).exists() and Path(source).resolve().is_relative_to(self.out.resolve()):
-            fail(f"MODEL={source} lies in OUT_DIR={self.out}, where the run overwrites models; name another OUT_DIR.")
+        """The start model is read again when a run is resumed, so the run must not overwrite it, nor the model that its
+        adapters belong to."""
+        while Path(source).exists():
+            if Path(source).resolve().is_relative_to(self.out.resolve()):
+                fail(f"the start model, {source}, lies in OUT_DIR={self.out}, where the run overwrites models; name "
+                     "another OUT_DIR.")  # fmt: skip
+            adapters = lora.read_config(Path(source))
+            if not adapters:
+                break
+            source = adapters.base
 
     def check_start_model(self, model, source):
         """The model that the run began with is the reference of its KL; its folder may have changed since."""
-        sha = hashlib.sha256()
-        for tensor in model.state_dict().values():
-            if settings.values()["LORA_RANK"]:  # in bf16, whatever DTYPE is today
-                tensor = tensor.to(torch.bfloat16).view(torch.int16)
-            sha.update(tensor.numpy())
-        if self.start_hash not in ("", sha.hexdigest()):
+        found = hash_of(model, settings.values()["LORA_RANK"])
+        if self.start_hash not in ("", found):
             fail(f"the weights in {source} are not those that the run in {self.out} began with; put them back, name "
                  "another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
-        self.start_hash = sha.hexdigest()
+        self.start_hash = found
 
     def found(self):
         """Files with names that a run uses; if there is no run here, they belong to somebody else."""
@@ -113,6 +118,9 @@ class Run:
         else:
             if folders:
                 fail(f"no checkpoint in {self.out} can be read; start over with FRESH=1.")
+            if finished(self.out):
+                fail(f"{self.out} contains a finished run without its checkpoints; name another OUT_DIR, or start over "
+                     "with FRESH=1.")  # fmt: skip
             return None
         if not saved.keys() >= {*self.kept}:
             fail(f"the run in {self.out} was started by an older version of this program; start over with FRESH=1.")
@@ -120,6 +128,9 @@ class Run:
         for name, was, value in settings.changed_since(saved["settings"]):
             parallel.log(f"{name} was {was} and is now {value}")
             self.changes.append([self.step, name, was, value])
+            if name in STEADIER and self.rollbacks:
+                self.rollbacks, self.lr_factor = 0, 1.0
+                parallel.log("The run has gone back before; with this change, it starts again from the full LR.")
         if saved["settings"]["MICROBATCH_TOKENS"]:
             self.microbatch = 0  # it was given, not chosen
         if self.step > steps or (self.step == steps and finished(self.out)):
@@ -181,6 +192,16 @@ class Run:
             about = json.loads(file.read_text()) | {"finished": time.strftime("%Y-%m-%d %H:%M:%S %z")}
             write(file, json.dumps(about))
         self.lock.close()
+
+
+def hash_of(model, lora_rank):
+    """By which a start model is known again. With LORA_RANK it is in bf16, whatever DTYPE is today."""
+    sha = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        if lora_rank:
+            tensor = tensor.to(torch.bfloat16).view(torch.int16)
+        sha.update(tensor.numpy())
+    return sha.hexdigest()
 
 
 def finished(out):

@@ -148,16 +148,19 @@ def new_file(text):
 
 
 def finish(program="./train.sh", arguments=None):
-    """To be called after the last setting: prints --help, refuses unknown arguments, warns of misspelt variables."""
-    if any(a in ("-h", "--help") for a in sys.argv[1:]):
-        print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}\n{listed()}")
-        sys.exit()
+    """To be called after the last setting: refuses unknown arguments, prints --help, warns of misspelt variables."""
+    help_wanted = [word for word in sys.argv[1:] if word in ("-h", "--help")]
     for argument in sys.argv[1:] if arguments is None else arguments:
+        if argument in help_wanted:
+            continue
         name, equals, value = argument.partition("=")
         if not equals or name not in SETTINGS:
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)
             hint = f"did you mean {near[0]}={value or SETTINGS[near[0]][0]}?" if near else "--help lists the settings."
             fail(f"{argument} is not a setting in the form NAME=value; {hint}")
+    if help_wanted:
+        print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}\n{listed()}")
+        sys.exit()
     for name, value in GIVEN["defaults"].items():
         if name not in SETTINGS or SETTINGS[name][0] != as_text(value):  # or it was defined before the task was loaded
             fail(f"the task's DEFAULTS name {name}, which is not a setting that train.py defines after TASK.")
@@ -187,10 +190,22 @@ def in_words(*always):
     return " ".join(f"{name}={values()[name]}" for name in (*always, *changed))
 
 
+def same_file(name, path, other):
+    """Whether a setting names the same file in two ways; a path without a folder is one in the project's."""
+    if name not in PATHS or not path or not other:
+        return False
+    path, other = ROOT / path, ROOT / other
+    return path.exists() and other.exists() and path.samefile(other)
+
+
 def changed_since(old):
     """[(name, old value, new value), ...] of the settings that differ from those of the run that is resumed. A change
     that makes it another run is refused."""
-    changed = [(name, old[name], value) for name, value in values().items() if name in old and old[name] != value]
+    changed = [
+        (name, old[name], value)
+        for name, value in values().items()
+        if name in old and old[name] != value and not same_file(name, old[name], value)
+    ]
     for name, was, _ in changed:
         if name not in MAY_CHANGE:
             was = f"{name}={was}" if was != "" else f"no {name}"

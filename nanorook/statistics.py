@@ -68,16 +68,14 @@ def differences(before, after):
 
 def gain(before, after):
     """The mean of after - before, its half-width and the degrees of freedom of that, question by question if both were
-    asked the same ones."""
-    if [value is None for value in before] == [value is None for value in after]:
-        before, after = known(before), known(after)
-    few = min(len(known(before)), len(known(after)))  # of which differences have the degrees of freedom
-    freedom = max(1, few - 1)
-    if (values := differences(before, after)) is None:
-        (a, a_half), (b, b_half) = interval(known(before)), interval(known(after))
-        return b - a, math.hypot(a_half, b_half), freedom
-    mean, half = interval(values)
-    return mean, half * student(freedom) / student(len(values) - 1) if few > 1 else math.inf, freedom
+    asked the same ones and the same ones have a value."""
+    paired = [value is None for value in before] == [value is None for value in after]
+    before, after = known(before), known(after)
+    freedom = max(1, min(len(before), len(after)) - 1)
+    if paired:
+        return *interval([b - a for a, b in zip(before, after)]), freedom
+    (a, a_half), (b, b_half) = interval(before), interval(after)
+    return b - a, math.hypot(a_half, b_half), freedom
 
 
 def beyond_chance(gains):

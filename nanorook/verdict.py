@@ -50,14 +50,18 @@ def verdict(out):
     shares = [name for name in changed if more_is_better(name, first, last)]
     rose, fell = ([name for name in shares if sign * changed[name] > 0] for sign in (1, -1))
     unpaid = [kind for kind in kinds if max(row.get(f"{kind}/reward_max", -math.inf) for row in rows) <= 0]
-    asked = sum(len(figure[2]) for name, figure in first.items() if name.endswith(" reward T=0"))
+    asked, before = (
+        sum(len(figure[2]) for name, figure in skills.items() if name.endswith(" reward T=0"))
+        for skills in (last, first)
+    )
+    questions = f"{asked} held-out questions" + f" ({before} before the run)" * (asked != before)
 
     control = settings.get("CONTROL", "none") != "none"  # a control that learns something is not good news
     state = "yellow" if control or not rose or any(" reward " in name for name in fell) else "green"
     if unpaid == kinds:
         state, headline = "red", f"No answer got a reward in {len(rows)} steps: {why_unpaid(rows, kinds)}."
     elif rose:
-        headline = f"Improved on {asked} held-out questions: {in_words(rose, first, last, gains, names)}."
+        headline = f"Improved on {questions}: {in_words(rose, first, last, gains, names)}."
         headline += " This is a control, whose rewards carry no information, so the reward did not cause it." * control
     elif len(skill) == 1:
         before, after = (fmean(row["reward"] for row in part) for part in (rows[:WINDOW], rows[-WINDOW:]))
@@ -65,7 +69,7 @@ def verdict(out):
                     f"{before:.2f} to {after:.2f}.")  # fmt: skip
     else:
         reason = why_nothing(rows, kinds, first, settings, gains)
-        headline = f"Nothing improved on {asked} held-out questions: {reason}."
+        headline = f"Nothing improved on {questions}: {reason}."
     lines = [headline]
     if found := collapse(rows, skill, kinds):
         kind, peak, when, end = found

@@ -97,7 +97,7 @@ WRONG = {
     "7k/5Q2/6K1/8/8/8/8/8 b - - 0 1 TASK=examples/mates.py": "no move",
     "hello TASK=examples/letters.py": "'hello' is not five different letters",
     f"37+58= {TOY} MY_OWN=3": "MY_OWN is not a setting of .*toy.py; leave it out",
-    f"{'.' * 30} {TOY}": "30 tokens leaves no room",
+    f"{'.' * 30} {TOY}": "30 tokens, which leaves no room",
 }
 
 

@@ -59,6 +59,16 @@ def test_a_runs_model_is_compared_with_what_it_began_with_whatever_it_is_asked(s
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}, B is {toy_model}"
 
 
+def test_a_start_model_that_was_made_again_is_not_taken_for_the_old_one(shown, toy_run, tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    toy.model().save(start)
+    toy_run(STEPS=1, MODEL=str(start))
+    toy.model(1).save(start)
+    monkeypatch.setattr(train, "MODEL", str(start))
+    with pytest.raises(SystemExit, match="start is not the model that the run of .*/out/model began with"):
+        shown(tmp_path / "out" / "model", run={"MODEL": str(start)})
+
+
 def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monkeypatch):
     first, rows = shown(toy_model, "EVAL_SAMPLES=4")
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}" and rows["held-out"] == ["A"]

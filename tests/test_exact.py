@@ -263,6 +263,13 @@ def test_the_gradient_is_that_of_many_samples(toy_settings, monkeypatch):
     assert found.norm() == pytest.approx(sampled.norm().item(), rel=0.5)  # of some thirty rewards
 
 
+def test_grades_that_no_run_would_take_are_refused(monkeypatch):
+    grade = Letters.grade
+    monkeypatch.setattr(Letters, "grade", lambda *args: grade(*args)._replace(pieces=(("right", math.nan),)))
+    with pytest.raises(SystemExit, match="the task's grade for the listed answer .*a finite number"):
+        exact.listed(Letters, QUESTIONS)
+
+
 @pytest.mark.parametrize("chosen", ["best", "log", "anchored"])
 def test_each_objective_learns_and_leaves_a_model_for_the_tools(chosen, toy_settings, tmp_path, monkeypatch, capsys):
     out, start = tmp_path / "out", tmp_path / "start"
@@ -284,3 +291,11 @@ def test_each_objective_learns_and_leaves_a_model_for_the_tools(chosen, toy_sett
     assert after[name][0] > 2 * before[name][0] and (out / "settings.json").exists()
     with pytest.raises(SystemExit, match="is not empty"):
         exact_gradient.main()
+    for folder, worth, said in (
+        (out / "settings.json", 0.5, "is no folder that"),
+        (tmp_path / "new", -0.5, "reward -0.5"),
+    ):
+        monkeypatch.setattr(train, "OUT_DIR", str(folder))
+        monkeypatch.setattr(Letters, "worth", Letters.worth | {"b": worth})
+        with pytest.raises(SystemExit, match=said):
+            exact_gradient.main()

@@ -16,6 +16,7 @@ from nanorook.tokenizer import Special, Tokenizer
 
 CASES = {  # the reference answer: {a text: what it earns}
     "85": {"85": 1, "It is 85.": 1, "47 + 38 = 85.0": 1, "85 or 86": 0.1, "no idea": 0, "": 0},
+    "18446744073709551616": {"18446744073709551616": 1, "18446744073709551615": 0.1, "9" * 400: 0.1},
     "1,200": {"1200": 1, "$1,200": 1, "1.2": 0.1},
     "-2.5": {"-2.50": 1, "2.5": 0.1},
     "Paris": {"Paris": 1, " paris\n": 1, "It is Paris.": 0.2, "Rome": 0},

@@ -13,7 +13,7 @@ import toy
 import train
 from model import GPT
 from nanorook import hardware, lora
-from nanorook.run import read_tensors
+from nanorook.run import Run, read_tensors
 from rollout import generate
 from test_evaluate import shown  # noqa: F401
 from test_llama import KINDS, SIZES
@@ -242,6 +242,20 @@ def test_qwen_fits_a_gpu_that_people_have(rank, tmp_path, monkeypatch, toy_setti
     fits = loaded + hardware.bytes_in_training(model, max(tokens, G * new + 100), keys) <= total
     fits &= loaded + hardware.bytes_in_sampling(model, B * G, keys) <= total
     assert fits == (rank > 0) == (tokens > G * new + 100)
+
+
+def test_adapters_are_merged_in_fp32_so_the_start_model_is_the_same_in_each_dtype(toy_run, toy_model, tmp_path):
+    """And what they were trained on is not overwritten."""
+    toy_run("first", STEPS=2, **RUN)
+    start = str(tmp_path / "first" / "adapters")
+    whole, half = (architectures.load_merged(start, dtype).state_dict() for dtype in (torch.float32, BF16))
+    assert all(torch.equal(p.to(half[name].dtype), half[name]) for name, p in whole.items())
+    again = lora.Lora(2, str(tmp_path / "second" / "model"))
+    config = tmp_path / "first" / "adapters" / lora.CONFIG
+    config.write_text(config.read_text().replace(json.loads(config.read_text())["base_model_name_or_path"], again.base))
+    (tmp_path / "second" / "model").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="second/model, lies in OUT_DIR=.*second, where the run overwrites models"):
+        Run(tmp_path / "second").forbid_model_inside(start)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):

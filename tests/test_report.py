@@ -202,7 +202,7 @@ def test_several_runs_are_told_apart(run, tmp_path):
     same = make_run(tmp_path / "same" / "run", lr=3e-4)
     page = report.write(run, same)
     text = page.read_text()
-    assert page == run / "report-with-run.html"
+    assert page == run / "report-with-same-run.html"
     assert '<div class="differs"><dt>LR</dt><dd>0.0001 | 0.0003</dd>' in text and text.count('"differs"') == 2
     lines, svg = panels(text)["Gradient norm"]
     assert lines == [] and [svg.count(f'class="line c{i}"') for i in range(3)] == [1, 1, 0]

@@ -97,7 +97,7 @@ def test_the_room_for_an_answer_is_that_of_its_own_prompt():
     with torch.no_grad():
         logprobs, _ = train.forward(policy, rollout, train.TEMPERATURE)
     assert (logprobs - rollout.rollout_logprobs)[rollout.completion_mask].abs().max() < 1e-4
-    with pytest.raises(SystemExit, match="a prompt of 24 tokens leaves no room for an answer in the model's 24 pos"):
+    with pytest.raises(SystemExit, match="has 24 tokens, which leaves no room for an answer in the model's 24 pos"):
         list(sample(policy, [Question("long", "." * 24, None)], G, {"long": 7}))
 
 

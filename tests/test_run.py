@@ -78,6 +78,25 @@ def test_what_was_just_written_is_kept_beside_damaged_ones_that_are_newer(tmp_pa
     assert steps(tmp_path) == [30, 40, 60]
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_overwritten(tmp_path, toy_run):
+    toy_run(STEPS=2)
+    for folder in (tmp_path / "out").glob("step-*"):
+        shutil.rmtree(folder)
+    with pytest.raises(SystemExit, match="contains a finished run without its checkpoints; name another OUT_DIR, or"):
+        toy_run(STEPS=3)
+    toy_run(STEPS=3, FRESH=True)
+
+
+def test_who_changes_what_made_a_run_go_back_starts_anew(tmp_path, toy_run, capsys):
+    settings = dict(SAVE_EVERY=1, KL_DIVERGENCE_THRESHOLD=1e-9, EVAL_POSITIONS=1)
+    with pytest.raises(SystemExit, match="go back for the third time; lower LR"):
+        toy_run(STEPS=9, **settings)
+    with pytest.raises(SystemExit, match="go back for the third time"):
+        toy_run(STEPS=9, **settings)
+    toy_run(STEPS=9, **settings | dict(KL_DIVERGENCE_THRESHOLD=9.0))
+    assert "it starts again from the full LR" in capsys.readouterr().out
+
+
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     run = Run(tmp_path)
     run.acquire_lock()

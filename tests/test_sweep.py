@@ -29,6 +29,8 @@ def started(monkeypatch):
     runs = []
 
     def start(command, stdout, cwd):
+        if command[-1] == "--help":  # only checks the settings
+            return types.SimpleNamespace(wait=lambda: int("LSOS=grpo" in command))
         given = dict(argument.split("=", 1) for argument in command[2:])
         runs.append({name: value for name, value in given.items() if name != "OUT_DIR"})
         seed = int(given["SEED"])
@@ -93,6 +95,20 @@ def test_wrong_arguments_are_refused(arguments, said, main, started, capsys):
     assert re.search(said, capsys.readouterr().err.replace("\n", " "))
 
 
+def test_a_misspelt_setting_ends_the_program_before_any_run(main, started):
+    with pytest.raises(SystemExit):
+        main("--vary", "default", "LSOS=grpo")
+    assert not started
+
+
+def test_runs_with_other_start_models_are_not_mixed(main, started, tmp_path):
+    main("--seeds", "1", "--controls", "0")
+    file = tmp_path / "default" / "seed-0" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"start_hash": "another"}))
+    with pytest.raises(SystemExit, match="seed-1 and .*seed-0 began with different models"):
+        main("--seeds", "2", "--controls", "0")
+
+
 def test_runs_with_other_settings_are_not_mixed(main, started, tmp_path):
     main("LR=3e-2", "--seeds", "1")
     with pytest.raises(SystemExit, match=r"seed-0 was made with LR=0\.03, not 0\.1; delete it, or name another OUT"):
@@ -109,7 +125,7 @@ def test_a_path_may_be_spelled_as_a_user_spells_it(main, started, tmp_path):
 
 
 def test_a_run_that_does_not_finish_is_named(main, monkeypatch):
-    monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: mock.Mock())
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda *_, **__: mock.Mock(**{"wait.return_value": 0}))
     with pytest.raises(SystemExit, match="seed-0 did not finish; its error is above, and its output in .*seed-0.log"):
         main()
 

@@ -74,7 +74,7 @@ def main():
     dtype = setting("DTYPE", "auto", "as in train.py", one_of=("auto", "float32", "bfloat16"))
     device, dtype = hardware.prepare(setting("DEVICE", "auto", "as in train.py"), dtype)
     text = [word for word in a.text if word.partition("=")[0] not in settings.SETTINGS]
-    if unknown := [word for word in text if re.match("[A-Z][A-Z_]+=", word)]:
+    if unknown := [word for word in text if re.fullmatch(r"[A-Z][A-Z_]+=\S*", word)]:
         fail(f"{unknown[0].partition('=')[0]} is not a setting of {task.__file__}; leave it out.")
     text = " ".join(text)
     model = architectures.load(a.model).to(device).inference_copy(dtype)

@@ -16,8 +16,8 @@ questions and, of several models, over seeds.
 """
 
 import argparse
+import os
 import random
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -210,7 +210,7 @@ def main():
     p.add_argument("model", nargs="+", help="trained models, seeds of one setting; and settings, NAME=value")
     p.add_argument("--training", action="store_true", help="questions from the training data, not held-out ones")
     a = p.parse_intermixed_args()
-    given = [word for word in a.model if "=" in word and not Path(word).exists()]
+    given = [word for word in a.model if "=" in word and not os.path.exists(word)]
     models = [word for word in a.model if word not in given]
     settings.finish("python -m tools.compare", given)
     if not models:

@@ -141,7 +141,7 @@ def halfway(model):
 def computing(model, question):
     """Compares this machine's forward pass with the same in float64."""
     prompt = prompt_ids(question.prompt, model.tokenizer)
-    room_after(prompt, model.config)  # ends here if there is none
+    room_after(question, prompt, model.config)  # ends here if there is none
     ids = torch.tensor([prompt])
     double = copy.deepcopy(model).to("cpu", torch.float64).set_compute_dtype(torch.float64)(ids).log_softmax(-1)
     here = model(ids.to(model.wte.weight.device)).double().cpu().log_softmax(-1)
@@ -158,7 +158,8 @@ def truths(questions, answers):
     for question in questions:
         if question.truth is not None:
             by_kind.setdefault(question.kind, []).append(repr(question.truth))
-    stub = [kind for kind, known in by_kind.items() if len(known) > 1 and len({*known}) == 1]
+    # Of a few yes-or-no questions, all may have the same by chance
+    stub = [kind for kind, known in by_kind.items() if len(known) >= 8 and len({*known}) == 1]
     # A truth may lack labels, which the metrics of its answers then say.
     unlabelled = sum(a.grade.metrics.get("unlabelled", a.question.truth is None) for a in answers)
     unknown = int(unlabelled) // train.GROUP_SIZE
@@ -204,7 +205,7 @@ def rewards(rollout):
         (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
         (len(capped) > 4 and share > 0.5 and 1e-6 < most < 1 - 1e-6,
          f"{share:.0%} of the different answers get the highest reward, {most:g}: if grade caps it, penalise by a "
-         "factor instead."),
+         "factor instead; if no answer is right yet, give partial credit or ask easier questions."),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ pass@1024 (tools/exact.py). "other" is the probability of all others, which may 
 
 import argparse
 import json
+import os
 import random
 from pathlib import Path
 
@@ -29,10 +30,12 @@ if __name__ == "__main__":
 
 import architectures
 import train
-from nanorook import hardware
+from nanorook import hardware, lora
+from nanorook.run import hash_of
 from nanorook.settings import fail
 from nanorook.tables import skill_rows, table
 from nanorook.task import draw_questions, load_items, load_task, names_of, start_folder
+from nanorook.verdict import objects
 from tools import exact
 
 
@@ -47,7 +50,7 @@ def main():
     )
     p.add_argument("--training", action="store_true", help="evaluate on training questions, not on held-out ones")
     a = p.parse_intermixed_args()
-    given = [word for word in a.model if "=" in word and not Path(word).exists()]
+    given = [word for word in a.model if "=" in word and not os.path.exists(word)]
     models = [word for word in a.model if word not in given]
     settings.finish("python -m tools.evaluate", given)
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
@@ -64,7 +67,10 @@ def main():
             fail(f"{file} is damaged ({type(error).__name__}: {error}); for a new table, name {models[0]}/model.")
         print(shown)
         return
+    start_hash = ""  # of the model that a run began with, if that is to be compared
     if len(models) == 1 and settings.GIVEN["run"]:
+        (about,) = objects(Path(models[0]).resolve().parent, "run")
+        start_hash = about.get("start_hash", "")
         own = settings.GIVEN["run"].get("TASK")  # of the run, which began with its start model even if TASK is given
         models.insert(0, train.MODEL or start_folder(load_task(own) if own else train.task))
     if len(models) not in (1, 2):
@@ -72,7 +78,14 @@ def main():
     kind = "training" if a.training else "held-out"
     (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
     for title, name in zip("AB", models):
-        model = architectures.load(name).to(device).set_compute_dtype(dtype)
+        model = architectures.load(name)
+        if title == "A" and start_hash:
+            found = hash_of(lora.merged(model), settings.GIVEN["run"].get("LORA_RANK"))
+            if found != start_hash:
+                fail(
+                    f"{name} is not the model that the run of {models[1]} began with; put it back, or name two models."
+                )
+        model = model.to(device).set_compute_dtype(dtype)
         items, held_out = load_items(train.task, train.DATA, model.config)
         asked = items if a.training else held_out
         count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {kind} items.")

@@ -15,9 +15,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo import distribution
-from nanorook.settings import fail
+from nanorook.settings import fail, fail_if
 from nanorook.statistics import figure, is_share
-from nanorook.task import Question, prompt_ids, prompt_text
+from nanorook.task import Question, prompt_ids, prompt_text, wrong_grade
 from rollout import pad_prompts, room_after, stop_tokens_of
 
 TRIES = 1, 4, 16, 64, 256, 1024  # the k of pass@k
@@ -45,7 +45,11 @@ def listed(task, questions):
         if len({*texts}) < len(texts):
             fail(f"the task's answers to {prompt_text(question.prompt)!r:.60} contain one twice; list each once.")
         if texts:
-            found.append(Listed(question, texts, [task.grade(question, text, False) for text in texts]))
+            grades = [task.grade(question, text, False) for text in texts]
+            for text, grade in zip(texts, grades):
+                wrong = wrong_grade(grade, text)
+                fail_if(wrong and f"the task's grade for the listed answer {text!r:.60}: {wrong}")
+            found.append(Listed(question, texts, grades))
     return found
 
 
@@ -109,7 +113,7 @@ def part_of(model, limits, questions, places):
     prompts = [prompt_ids(questions[place].question.prompt, tokenizer) for place in places]
     for b, (place, prompt) in enumerate(zip(places, prompts)):
         question, texts, _ = questions[place]
-        limit = min(limits[question.kind], room_after(prompt, model.config))
+        limit = min(limits[question.kind], room_after(question, prompt, model.config))
         spelled = [spell(tokenizer, question, text, limit) for text in texts]
         real[b, : len(texts)] = torch.tensor([row is not None for row in spelled])
         rows += [row or absent for row in spelled] + [absent] * (R - len(texts))

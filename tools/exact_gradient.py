@@ -107,7 +107,11 @@ def step_gradient(model, reference, questions, best_of):
 def main():
     settings.finish("python -m tools.exact_gradient")
     out = Path(train.OUT_DIR)
-    if out.exists() and any(out.iterdir()):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"OUT_DIR={out} is no folder that a model can be written to ({error}).")
+    if any(out.iterdir()):
         fail(f"OUT_DIR={out} is not empty; name another folder for the model.")
     for name, value in NEEDED.items():
         if getattr(train, name) != value:
@@ -128,6 +132,9 @@ def main():
         questions = exact.listed(train.task, asked)
         if not questions:
             fail(f"TASK={train.TASK} lists the answers to none of its questions; see answers in nanorook/task.py.")
+        lowest = min(question.rewards.min() for question in questions)
+        if lowest < 0 and (train.BEST_OF > 1 or OBJECTIVE == "log"):  # levels() lacks the 0 of other answers
+            fail(f"a listed answer has the reward {lowest:g}, but BEST_OF and OBJECTIVE=log need rewards of 0 or more.")
         reward, kl = step_gradient(model, reference, questions, train.best_of_at(step))
         factor = grpo.schedule(step, train.STEPS, train.WARMUP_STEPS, train.LR_SCHEDULE)
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.MAX_GRAD_NORM)
@@ -139,7 +146,6 @@ def main():
         if step % REPORT_EVERY == 0 or step + 1 == train.STEPS:
             seconds = time.time() - started
             print(f"step {step}: expected reward {reward:.3f}, KL {kl:.4f}, {seconds:.0f} s", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
     model.save(out / "model")
     write(out / "settings.json", json.dumps(settings.values(), indent=2))
 

@@ -40,14 +40,20 @@ def make(folder, arguments, first):
     """Makes a run of train.py, unless it has been made. In what the arguments leave open, it must not differ from the
     `first` run of its setting."""
     if not finished(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"OUT={folder.parent.parent} is no folder that runs can be written to ({error}).")
         print(f"{folder}, with its output in {folder}.log", flush=True)
         with open(f"{folder}.log", "a") as log:
             command = [sys.executable, "train.py", *arguments, f"OUT_DIR={folder}"]
             subprocess.Popen(command, cwd=ROOT, stdout=log).wait()  # run() would kill it at Ctrl-C
         if not finished(folder):  # whatever its verdict, which its exit code tells
             fail(f"the run in {folder} did not finish; its error is above, and its output in {folder}.log.")
-    made_with, expected = (next(objects(some, "settings")) for some in (folder, first))
+    (made_with, about), (expected, about_first) = (objects(some, "settings", "run") for some in (folder, first))
+    if about.get("start_hash") != about_first.get("start_hash"):
+        fail(f"the runs in {folder} and {first} began with different models, so they cannot be compared; delete one of "
+             "them, or name another OUT.")  # fmt: skip
     given = dict(argument.split("=", 1) for argument in arguments)
     expected |= {name: one_spelling(name, value) if name in PATHS else value for name, value in given.items()}
     for name in made_with.keys() | expected.keys():
@@ -199,6 +205,10 @@ def main():
         if not equals or name in DECIDED:
             p.error(f"{argument} is not in the form NAME=value, or it is a setting that OUT, --seeds and --controls "
                     "decide; leave it out.")  # fmt: skip
+    for settings in variants.values():  # a misspelt one ends here, before any run
+        command = [sys.executable, "train.py", *a.settings, *settings, "--help"]
+        if subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL).wait():
+            sys.exit(1)
     out = a.out.resolve()
     controls = a.seeds if a.controls is None else a.controls
     folders = {variant: {"runs": [], "controls": []} for variant in variants}
