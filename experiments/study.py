@@ -41,6 +41,7 @@ SETTINGS = {  # folder: its name for people
     "best-of-4": "best of 4",
     "exact-plain": "exact gradient, plain",
     "exact-best-of-4": "exact gradient, best of 4",
+    "exact-4-to-1": "exact gradient, best of 4 to 1",
     "exact-log": "exact gradient, log",
     "exact-anchored": "exact gradient, anchored",
     "g8-plain": "groups of 8, plain",

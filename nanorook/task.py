@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nanorook import parallel
 from nanorook.settings import ROOT, fail
-from nanorook.tokenizer import WHITE_SPACE, Special
+from nanorook.tokenizer import Special
 
 # Metrics that each kind of question has anyway
 TAKEN = "reward", "reward_max", "frac_zero_std", "hit_limit", "kl", "logprob_gap"
@@ -91,17 +91,10 @@ def prompt_ids(prompt, tokenizer):
     as a chat template writes its own."""
     if not isinstance(prompt, tuple | list | Special):
         return [*tokenizer.beginning, *tokenizer.encode(prompt)]
-    pieces = [prompt] if isinstance(prompt, Special) else [*prompt]
+    pieces = [prompt] if isinstance(prompt, Special) else prompt
     ids = []
-    for before, piece, after in zip(["", *pieces], pieces, [*pieces[1:], ""]):
-        if isinstance(piece, Special):
-            ids.append(tokenizer.special_id(piece))
-            continue
-        if isinstance(before, Special) and before in tokenizer.rstrip:
-            piece = piece.lstrip(WHITE_SPACE)
-        if isinstance(after, Special) and after in tokenizer.lstrip:
-            piece = piece.rstrip(WHITE_SPACE)
-        ids += tokenizer.encode(piece)
+    for piece in pieces:
+        ids += [tokenizer.special_id(piece)] if isinstance(piece, Special) else tokenizer.encode(piece)
     return ids
 
 

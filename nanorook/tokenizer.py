@@ -14,7 +14,6 @@ TOKENIZER_FILES += "added_tokens.json chat_template.jinja generation_config.json
 END = "<|endoftext|>"
 # GPT-2 splits a text into words before it merges, so that no token spans two of them (Radford et al., 2019).
 GPT2_WORDS = r"""'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-WHITE_SPACE = "".join(regex.findall(r"\p{White_Space}", "".join(map(chr, range(0x3001)))))  # all that Unicode has
 
 
 class Special(str):
@@ -31,14 +30,12 @@ def byte_names():
 class Tokenizer:
     """Text to token ids and back. Encoding a text never produces a special token."""
 
-    def __init__(self, ranks, special, ends, splits, normal_form=None, files=None, beginning=(), lstrip=(), rstrip=()):
+    def __init__(self, ranks, special, ends, splits, normal_form=None, files=None, beginning=()):
         """`ranks` maps each token's bytes to its id; lower ids merge first. `special` maps the names of all other
         tokens to theirs. `ends` are the ids that end an answer. `splits` are patterns that split a text one after
         another, before merging. `files` (name -> bytes) are those that it was read from, to be saved unchanged.
-        `beginning` are the ids that come before a prompt of plain text. `lstrip` and `rstrip` name the special tokens
-        that take the white space on their left and on their right, as part of them."""
-        self.special, self.ends, self.normal_form = special, ends, normal_form
-        self.beginning, self.lstrip, self.rstrip = beginning, lstrip, rstrip
+        `beginning` are the ids that come before a prompt of plain text."""
+        self.special, self.ends, self.normal_form, self.beginning = special, ends, normal_form, beginning
         self.token_bytes = {i: token for token, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
         self.vocab_size = max(self.token_bytes) + 1
         *first, last = splits or [r"[\s\S]+"]
@@ -94,8 +91,9 @@ class Tokenizer:
             special = {END: vocab[END]} if END in vocab else {}
             added = content.get("added_tokens") or []
             special |= {token["content"]: token["id"] for token in added}
-            added = {token["content"]: token for token in (*added, *settings.get("added_tokens_decoder", {}).values())}
-            lstrip, rstrip = ({name for name in added if added[name].get(side)} for side in ("lstrip", "rstrip"))
+            for token in (*added, *settings.get("added_tokens_decoder", {}).values()):
+                if token.get("lstrip") or token.get("rstrip"):
+                    raise ValueError(f"{token['content']} takes the white space next to it, which is not supported")
             known, ids = {*special.values(), *ranks.values()}, [vocab[token] for token in merged]
             if len(known) < len(special) + len(ranks):
                 raise ValueError("each token needs an id of its own")
@@ -118,7 +116,7 @@ class Tokenizer:
                 beginning = (special[token_name(settings.get("bos_token") or END)],)
             if not known.issuperset(beginning):
                 raise ValueError(f"its post_processor adds {beginning}, but not all of these are ids of its tokens")
-            return cls(ranks, special, ends, splits, normal_form, files, beginning, lstrip, rstrip)
+            return cls(ranks, special, ends, splits, normal_form, files, beginning)
         except Exception as error:  # a damaged file may fail anywhere
             fail(f"{folder}: expected a byte-level BPE such as GPT-2's or Qwen's; {type(error).__name__}: {error}")
 

@@ -89,6 +89,14 @@ def test_what_cannot_be_used_is_an_error(program, argument):
     assert end.value.code.startswith("error: ") and WRONG[argument] in end.value.code and "\n" not in end.value.code
 
 
+def test_a_file_named_from_another_folder_is_the_same():
+    tiny = settings.ROOT / "weights" / "tiny"
+    assert settings.same_file("MODEL", "weights/tiny", str(tiny))
+    assert not settings.same_file("MODEL", "weights/tiny", str(settings.ROOT / "data"))
+    assert not settings.same_file("MODEL", "a/hub-id", "another/hub-id")
+    assert not settings.same_file("OUT_DIR", "weights/tiny", str(tiny))
+
+
 def test_help_shows_names_defaults_and_meanings(program, capsys):
     with pytest.raises(SystemExit):
         program("--help")
