@@ -33,27 +33,27 @@ matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "nanorook"}  # t
 from matplotlib import pyplot  # noqa: E402
 
 KIND = "mates"
-SETTINGS = {  # folder: its name for people
-    "plain": "plain",
-    "paper": "as in the paper",
-    "mean": "divided by the mean",
-    "4-to-1": "best of 4 to 1",
-    "best-of-4": "best of 4",
-    "exact-plain": "exact gradient, plain",
-    "exact-best-of-4": "exact gradient, best of 4",
-    "exact-4-to-1": "exact gradient, best of 4 to 1",
-    "exact-log": "exact gradient, log",
-    "exact-anchored": "exact gradient, anchored",
-    "g8-plain": "groups of 8, plain",
-    "g8-best-of-4": "groups of 8, best of 4",
-    "q8-plain": "groups of 8, 64 questions, plain",
-    "q8-best-of-4": "groups of 8, 64 questions, best of 4",
-    "g64-plain": "groups of 64, plain",
-    "g64-best-of-4": "groups of 64, best of 4",
-    "default": "the default task",
-    "control": "shuffled control of plain",
+RUNS = {  # folders: their name for people
+    "plain/seed-*": "plain",
+    "paper/seed-*": "as in the paper",
+    "mean/seed-*": "divided by the mean",
+    "4-to-1/seed-*": "best of 4 to 1",
+    "best-of-4/seed-*": "best of 4",
+    "exact-plain/seed-*": "exact gradient, plain",
+    "exact-best-of-4/seed-*": "exact gradient, best of 4",
+    "exact-4-to-1/seed-*": "exact gradient, best of 4 to 1",
+    "exact-log/seed-*": "exact gradient, log",
+    "exact-anchored/seed-*": "exact gradient, anchored",
+    "g8-best-of-4/seed-*": "groups of 8, best of 4",
+    "q8-plain/seed-*": "groups of 8, 64 questions, plain",
+    "q8-best-of-4/seed-*": "groups of 8, 64 questions, best of 4",
+    "g64-plain/seed-*": "groups of 64, plain",
+    "g64-best-of-4/seed-*": "groups of 64, best of 4",
+    "default/seed-*": "the default",
+    "plain/control-*": "shuffled control of plain",
+    "default/control-*": "shuffled control of the default",
 }
-COLOURS = {"start": "#000000"} | dict(zip(SETTINGS.values(), matplotlib.colormaps["tab20"].colors))
+COLOURS = {"start": "#000000"} | dict(zip(RUNS.values(), matplotlib.colormaps["tab20"].colors))
 TRIES = 2 ** np.arange(11)  # the k of the curves of pass@k
 CHANGES = {
     "α of the nearest sharpened start": "α",
@@ -66,11 +66,10 @@ CHANGES = {
 
 
 def models_in(folder):
-    """{name for people: folders of models}, in the order of SETTINGS."""
+    """{name for people: folders of models}, in the order of RUNS."""
     found = {}
-    for setting, name in SETTINGS.items():
-        runs = folder.glob("plain/control-*" if setting == "control" else f"{setting}/seed-*")
-        if models := [run / "model" for run in sorted(runs) if is_trained(run)]:
+    for folders, name in RUNS.items():
+        if models := [run / "model" for run in sorted(folder.glob(folders)) if is_trained(run)]:
             found[name] = models
     return found
 
@@ -205,8 +204,10 @@ def main():
         seeds = f"{len(policies)} seeds" if len(policies) > 1 else "one seed"
         titled[f"{name}, {seeds}"] = policies
     tables = {"exact-skill": skill_rows(start, titled), "exact-change": change_rows(start, titled)}
-    if models.keys() >= {"plain", SETTINGS["control"]}:
-        tables["mates-test"] = run_and_control_rows(start, models["plain"], models[SETTINGS["control"]])
+    for file, name in (("mates-test", "plain"), ("chess-exact", "the default")):
+        controls = f"shuffled control of {name}"
+        if models.keys() >= {name, controls}:
+            tables[file] = run_and_control_rows(start, models[name], models[controls])
     for file, rows in tables.items():
         (ROOT / "experiments" / f"{file}.json").write_text(as_lines({"rows": rows}))
     left_out = "groups", "exact", "default"
