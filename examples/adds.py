@@ -14,7 +14,7 @@ import re
 from itertools import combinations_with_replacement
 
 from examples.chat import prompt
-from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from examples.start import smollm2 as start_model  # noqa: F401, a part of the task
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
 
@@ -60,11 +60,13 @@ def grade(question, text, hit_limit=False):
     """The answer is the last number, whatever is said before it; each right digit of it pays, from the last one on. A
     little is for writing the sum down, and more for writing nothing else."""
     a, b = question.truth
-    written = re.search(equation := rf"{a} \+ {b} = [0-9]+", text) is not None
+    equation = rf"{a} \+ {b} = [0-9]+"
+    written = re.search(equation, text) is not None
     alone = re.fullmatch(rf"{equation}\.?", text) is not None and not hit_limit
     numbers = list(re.finditer(r"[0-9]+", text))
     number, span = (numbers[-1][0], [numbers[-1].span()]) if numbers else ("", [])
-    truth, right = str(a + b), number == str(a + b)
+    truth = str(a + b)
+    right = number == truth
     digits = sum(x == y for x, y in zip(reversed(number), reversed(truth))) / max(len(truth), len(number))
     pieces = [("written", 0.1 * written), ("alone", 0.2 * alone)]
     pieces += [("digits", 0.3 * digits, *span), ("right", 0.4 * right, *span)]

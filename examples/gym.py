@@ -20,7 +20,7 @@ import re
 from importlib import metadata
 
 from examples.chat import is_held_out, prompt
-from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from examples.start import smollm2 as start_model  # noqa: F401, a part of the task
 from nanorook import parallel
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
@@ -62,8 +62,8 @@ REFUSED = {
     "complex_arithmetic": "its scorer gives full marks for the answer nan",
     "game_of_life_halting": "its scorer gives full marks for any answer that is not empty",
 }
-# Numbers are added to the seed, so these two never meet. Questions are drawn again and again from a task that has few.
-TRAINING, HELD_OUT, DRAWN = 0, 1_000_000, 2000
+TRAINING, HELD_OUT = 0, 1_000_000  # seeds; the package adds a question's number to them, so these two never meet
+DRAWN = 2000  # questions from each seed, some of them several times if a task has few
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
     TASK=examples/jsonl.py DATA=questions.jsonl ./train.sh
 
-Each line of the file is {"question": "What is 47 + 38?", "answer": 85}; QUESTION and ANSWER name other keys. In a file
-.csv they name columns. One question in five is held out, by a hash of its text, so it stays held out when the file
+Each line of the file is {"question": "What is 47 + 38?", "answer": 85}; QUESTION and ANSWER name other keys. In a .csv
+file they name columns. One question in five is held out, by a hash of its text, so it stays held out when the file
 grows. The function `reward` below says what an answer is worth: replace it by your own. docs/tasks.md begins with this
 file.
 """
@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from examples.chat import is_held_out, prompt
 from examples.rows import read_rows
-from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from examples.start import smollm2 as start_model  # noqa: F401, a part of the task
 from nanorook.settings import fail, setting
 from nanorook.task import Grade, Question, runaway
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from examples.chat import chat, chat_template
 from examples.ocaml_toplevel import Problem, judge, paid, prepare
 from examples.rows import read_rows
-from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from examples.start import smollm2 as start_model  # noqa: F401, a part of the task
 from nanorook import parallel
 from nanorook.settings import ROOT, fail, setting
 from nanorook.task import Grade, Question, runaway
@@ -48,13 +48,13 @@ def load(source, config):
         name = str(row.get("id") or f"row {number}")
         text, tests = row.get("problem") or row.get("prompt"), row.get("tests")
         if isinstance(text, str) and isinstance(tests, str):
-            problem = prepare(name, text, tests, str(row.get("solution") or ""))
+            outcome = prepare(name, text, tests, str(row.get("solution") or ""))  # a Problem, or what is wrong
         else:
-            problem = "it has no problem or no tests"
-        if isinstance(problem, Problem):
-            found[problem] = row
+            outcome = "it has no problem or no tests"
+        if isinstance(outcome, Problem):
+            found[outcome] = row
         else:
-            left_out.append(f"{name}: {problem}")
+            left_out.append(f"{name}: {outcome}")
     if left_out:
         parallel.log(f"{file}: {len(left_out)} of {number} problems are left out; the first one is {left_out[0]}.")
     held_out = [problem for problem, row in found.items() if str(row.get("held_out")).lower() == "true"]
@@ -96,7 +96,7 @@ def grade(question, text, hit_limit=False):
     pieces.append(("words", STYLE * bool(after and verdict.parses), *[after] * bool(after)))
     if hit_limit or verdict.ran_away:
         pieces.append(runaway(pieces))
-    # Not "structure", without which a run is refused: SmolLM2 may be the start, and little of it parses.
+    # "parses" is not called "structure": a run whose first answers lack that is refused, and few of SmolLM2's parse.
     metrics = {"parses": verdict.parses, "typed": verdict.typed, "tests": sum(shares) / len(shares)}
     metrics["right"] = verdict.right
     return Grade(tuple(pieces), {name: float(value) for name, value in metrics.items()})

@@ -15,7 +15,7 @@ import random
 import re
 
 from examples.chat import prompt
-from examples.start import smollm2 as start_model  # noqa: F401, which the task provides
+from examples.start import smollm2 as start_model  # noqa: F401, a part of the task
 from nanorook.settings import setting
 from nanorook.task import Grade, Question, runaway
 

@@ -60,9 +60,12 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, pos
     write(rng) gives one example, a pair (prompt, answer). `positions` bounds the two together, in bytes, and has to
     leave room for the longest answer that the task's LIMITS allow.
     """
-    folder, sizes = Path(folder), (steps, batch, width, layers, positions)
-    few, model_file = random.Random(0), Path(inspect.getfile(GPT)).read_text()
-    made_from = hashlib.sha256(repr((sizes, [write(few) for _ in range(64)], model_file)).encode()).hexdigest()
+    folder = Path(folder)
+    sizes = steps, batch, width, layers, positions
+    rng = random.Random(0)
+    examples = [write(rng) for _ in range(64)]
+    model_file = Path(inspect.getfile(GPT)).read_text()
+    made_from = hashlib.sha256(repr((sizes, examples, model_file)).encode()).hexdigest()
     record = folder / "made_from"
     if record.exists() and record.read_text() == made_from:
         return str(folder)
@@ -71,19 +74,22 @@ def make_start_model(folder, write, steps=600, batch=64, width=64, layers=2, pos
     shutil.rmtree(folder, ignore_errors=True)  # of other examples, sizes or another model.py
     print(f"making the start model, {folder}: {steps} steps of {batch} texts", flush=True)
     torch.manual_seed(0)
-    rng, tokenizer = random.Random(0), Tokenizer.of_bytes()
+    rng = random.Random(0)
+    tokenizer = Tokenizer.of_bytes()
     size = dict(n_positions=positions, n_embd=width, n_layer=layers, n_head=4)
     model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos, **size))
     model.tokenizer = tokenizer
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(50 / width**0.5 if p.ndim == 2 else 1)  # from GPT-2's 0.02, for wide models, to 1/√width
+            if p.ndim == 2:
+                p.mul_(50 / width**0.5)  # from GPT-2's 0.02, for wide models, to 1/√width
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
     for step in range(1, steps + 1):
         texts = [[tokenizer.encode(text) for text in write(rng)] for _ in range(batch)]
         rows = [torch.tensor([*prompt, *answer, tokenizer.eos]) for prompt, answer in texts]
-        tokens, targets = pad_sequence(rows, True, tokenizer.eos), pad_sequence(rows, True, -100)  # (batch, longest)
+        tokens = pad_sequence(rows, batch_first=True, padding_value=tokenizer.eos)  # (batch, longest)
+        targets = pad_sequence(rows, batch_first=True, padding_value=-100)
         for row, (prompt, _) in zip(targets, texts):
             row[: len(prompt)] = -100  # no target, as in padding
         if (longest := tokens.shape[1]) > positions:

@@ -81,11 +81,12 @@ def is_trained(run):
 
 def policy_of(model, questions, folder, device):
     """The compare.Policy of a model folder, kept in a file of this folder."""
-    model, asked = architectures.load(model), hashlib.sha256()
+    model = architectures.load(model)
+    sha = hashlib.sha256()
     for tensor in model.state_dict().values():
-        asked.update(tensor.numpy())
-    asked.update(repr([train.TEMPERATURE, *((q.question.prompt, q.texts, q.rewards) for q in questions)]).encode())
-    kept = folder / f"{asked.hexdigest()[:16]}.npz"
+        sha.update(tensor.numpy())
+    sha.update(repr([train.TEMPERATURE, *((q.question.prompt, q.texts, q.rewards) for q in questions)]).encode())
+    kept = folder / f"{sha.hexdigest()[:16]}.npz"
     if not kept.exists():
         found = compare.policy(model.to(device), questions)
         folder.mkdir(exist_ok=True)
@@ -137,7 +138,7 @@ def draw_pass_at_k(start, models, file):
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     curves = {"start": [start]} | models
     for name, policies in curves.items():
-        rates = [[100 * exact.pass_at_k((p.whole * p.right).sum(1), k).mean() for k in TRIES] for p in policies]
+        rates = [[100 * exact.pass_at_k(p.whole_chance, k).mean() for k in TRIES] for p in policies]
         axes.plot(TRIES, np.mean(rates, 0), label=name, color=COLOURS[name], ls="--" if name == "start" else "-")
     axes.axvline(train.GROUP_SIZE, color="#bbb", lw=1)
     axes.set(xscale="log", xlabel="k", ylabel="pass@k, %", xticks=TRIES[::2], xticklabels=map(str, TRIES[::2]))
@@ -152,8 +153,8 @@ def draw_policies(start, models, file):
     figure, several = pyplot.subplots(1, len(models), figsize=size, sharey=True, squeeze=False)
     for axes, (name, policies) in zip(several[0], models.items()):
         axes.plot([1e-4, 1], [1e-4, 1], color="#888", lw=1, ls="--")
-        after = np.mean([p.found for p in policies], 0)
-        axes.scatter(start.found, after, s=4, alpha=0.35, color="#0072b2", lw=0, rasterized=True)
+        after = np.mean([p.chance for p in policies], 0)
+        axes.scatter(start.chance, after, s=4, alpha=0.35, color="#0072b2", lw=0, rasterized=True)
         axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1), title=name, xlabel="mate, before")
     several[0, 0].set_ylabel("mate, after")
     save(figure, file)
@@ -194,7 +195,7 @@ def main():
     found = models_in(a.folder) or fail(f"{a.folder} has no runs such as plain/seed-0.")
     source = train.MODEL or start_folder(train.task)
     questions = compare.listed_questions(architectures.load(source).config)
-    questions = [question for question in questions if question.question.kind == KIND]
+    questions = [question for question in questions if question.kind == KIND]
     start = policy_of(source, questions, a.folder / "policies", device)
     models = {}
     for name, some in found.items():

@@ -13,7 +13,7 @@ import torch
 from nanorook import lora
 from nanorook.settings import fail
 
-LORA_RANK = 16  # that is proposed for a model which does not fit
+PROPOSED_RANK = 16  # of adapters, where a model does not fit
 CPU_MICROBATCH = 4096  # tokens: more are not faster
 
 
@@ -68,8 +68,10 @@ def fastest_dtype(device):
 # the architecture; attention also keeps its inputs, and a number for each head and key. For GPT-2 124M in bf16 this
 # gives, with the logits, 461, 479 and 491 kB a token for 40, 100 and 144 tokens after prompts of 60, where a forward
 # pass on a CPU kept 449, 483 and 493. In the backward pass the logits have two gradients at once, and a part of them
-# has at most four copies in fp32, see grpo.logprobs_and_entropy. A weight in training needs its gradient, AdamW's
-# moments, and one copy each for products and for sampling; what LoRA freezes is kept once for all.
+# has at most four copies in fp32, see grpo.logprobs_and_entropy. A weight in training needs 16 bytes: its gradient (4),
+# AdamW's moments (8), and one copy each for products and for sampling (2 and 2 in bf16). In sampling it has no
+# gradient. What LoRA freezes is kept once for all. `keys` is how many tokens one attends to: at most those of the
+# longest prompt with its answer.
 
 
 def try_a_block(model, tokens):
@@ -126,7 +128,7 @@ def bytes_in_training(model, tokens, keys):
 
 
 def bytes_in_sampling(model, rows, keys):
-    """What sampling takes beside the loaded model and AdamW's moments: the cache, and the logits of one token."""
+    """What sampling takes beside the loaded model: moments and copies, the cache, and the logits of one token."""
     _, of_a_token = try_a_block(model, 1)
     cache = rows * keys * model.config.n_layer * of_a_token * model.dtype.itemsize
     return 12 * count_trained(model) + cache + 4 * 4 * rows * model.config.vocab_size
@@ -143,7 +145,7 @@ def bytes_loaded(model, has_reference):
 
 
 def memory(device):
-    """(free bytes, all bytes) of a GPU; on a CPU, where others may end, both are all."""
+    """(free bytes, all bytes) of a GPU; on a CPU both are all of it, as other programs may end and free theirs."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -196,10 +198,10 @@ def what_is_missing(model, device, *needs):
         return ""
     remedy = "take a smaller model, or lower GROUP_SIZE, MAX_NEW_TOKENS (the task's LIMITS) or BATCH_POSITIONS."
     if not model.lora:
-        lora.add_empty(model, lora.Lora(LORA_RANK, ""))
+        lora.add_empty(model, lora.Lora(PROPOSED_RANK, ""))
         with_adapters = least_memory(model, *needs)
         if with_adapters <= free:
-            remedy = f"set LORA_RANK={LORA_RANK}, which needs at least {with_adapters / 1e9:.1f} GB."
+            remedy = f"set LORA_RANK={PROPOSED_RANK}, which needs at least {with_adapters / 1e9:.1f} GB."
     return (f"this model needs at least {needed / 1e9:.1f} GB of memory, but {device} has only {free / 1e9:.1f} "
             f"available, so {(needed - free) / 1e9:.1f} GB are missing: {remedy}")  # fmt: skip
 

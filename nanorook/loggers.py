@@ -19,7 +19,8 @@ from nanorook.monitor import printable
 from nanorook.settings import fail
 from nanorook.task import as_sum, prompt_text
 
-PROJECT, ANSWERS = "nanorook", 8  # answers of each kind that are sent after an evaluation
+PROJECT = "nanorook"
+ANSWERS = 8  # of each kind that are sent after an evaluation
 COLUMNS = ["kind", "question", "answer", "reward", "made of"]
 
 
@@ -39,8 +40,8 @@ def step_numbers(metrics):
 def skill_numbers(skill):
     numbers = {}
     for name, (mean, half, _) in skill.items():
-        figure, _, heat = name.partition(" T=")
-        name = f"held-out {'greedy' if heat == '0' else 'sampled'}/{figure}"
+        measure, _, temperature = name.partition(" T=")
+        name = f"held-out {'greedy' if temperature == '0' else 'sampled'}/{measure}"
         ends = {f"{name}, low": mean - half, f"{name}, high": mean + half} if half < math.inf else {}
         numbers |= {name: mean} | ends
     return numbers
@@ -63,12 +64,12 @@ def connect(where, run):
         # Drops what a killed run wrote beyond its checkpoint, or all of it if there was none.
         writer = SummaryWriter(run.out / where, purge_step=run.step + 1 if run.skill else 0)
 
-        def report(step, numbers, rows=()):
+        def send(step, numbers, rows=()):
             for name, value in numbers.items():
                 writer.add_scalar(name.replace(" ", "_").replace(",", ""), value, step)
             writer.flush()
 
-        return report
+        return send
     package = importlib.import_module(where)
     run.record = run.record or secrets.token_hex(4)
     own = {"id": run.record, "dir": run.out} if where == "wandb" else {}
@@ -80,8 +81,8 @@ def connect(where, run):
         fail(f"REPORT_TO={where} could not start logging ({error}).{hint}")
     atexit.register(package.finish)
 
-    def report(step, numbers, rows=()):
+    def send(step, numbers, rows=()):
         shown = {"answers": package.Table(columns=COLUMNS, data=[list(row) for row in rows])} if rows else {}
         package.log(numbers | shown, step=step)
 
-    return report
+    return send

@@ -61,12 +61,19 @@ def start(device, processes):
     if launched():
         if LEAD in os.environ:
             threading.Thread(target=end_with_lead, daemon=True).start()
-        if device.type == "cpu" and ("OMP_NUM_THREADS" not in os.environ or dist.is_torchelastic_launched()):
-            # torchrun gives each process one thread
-            cores = os.cpu_count() if dist.is_torchelastic_launched() else torch.get_num_threads()
-            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        if device.type == "cpu":
+            share_cores()
         join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def share_cores():
+    """Divides this machine's cores among its processes, unless the user has set OMP_NUM_THREADS. torchrun sets that
+    itself, to one thread for each process."""
+    by_torchrun = dist.is_torchelastic_launched()
+    if by_torchrun or "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() if by_torchrun else torch.get_num_threads()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def join(backend):
@@ -97,10 +104,11 @@ def launch(processes):
     os.environ.update(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the usual way to die skips atexit
     atexit.register(kill_others)
-    for rank in reversed(range(processes)):
+    for rank in reversed(range(processes)):  # this process is rank 0, so its values are set last and stay
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))  # as torchrun would set them
         if rank > 0:
-            environment, errors = os.environ | {LEAD: str(os.getpid())}, tempfile.TemporaryFile()
+            environment = os.environ | {LEAD: str(os.getpid())}
+            errors = tempfile.TemporaryFile()
             command = [sys.executable, *sys.argv]
             process = subprocess.Popen(command, start_new_session=True, env=environment, stderr=errors)
             OTHERS.append((process, errors))
@@ -151,13 +159,14 @@ def total(tensor):
     return tensor
 
 
-def sum_gradients(parameters):
-    """Sums the gradients over all processes, in one call: one call for each parameter takes several times as long.
-    A parameter without a gradient gets one of zeros."""
-    for p in (parameters := list(parameters)):
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+def sum_gradients(weights):
+    """Sums the gradients over all processes, in one call: one call for each weight takes several times as long. A
+    weight without a gradient gets one of zeros."""
+    for p in weights:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
     if world() > 1:
-        gradients = [p.grad for p in parameters]
+        gradients = [p.grad for p in weights]
         vector_to_parameters(total(parameters_to_vector(gradients)), gradients)
 
 

@@ -145,19 +145,24 @@ def training_plots(runs):
 LEFT, RIGHT, TOP, BOTTOM = 42, 292, 8, 124  # of a plot in its own units, 300 wide
 
 
-def plot(runs, metric, title, unit=""):
-    """A figure of a metric, whose axis begins at 0 or below. One run gets a colour for each of its lines; several runs
-    get one each."""
-    last = max(run.rows[-1]["step"] for run in runs)
-    curves = []  # [(name, CSS classes, points), ...]
+def lines_of(runs, metric):
+    """[(name, CSS classes, points), ...]: one run gets a colour for each of its lines; several runs get one each."""
+    lines = []
     for i, run in enumerate(runs):
         for j, (how, points) in enumerate(run.curves.get(metric, {}).items()):
             css = f"c{(i if len(runs) > 1 else j) % 8}"
-            if how == "training" and "/" in metric:
+            if how == "training" and "/" in metric:  # beside held-out skill
                 css += " thin"
             elif how not in ("training", "T=0"):
                 css += " dashed"
-            curves.append(({"T=0": "greedy"}.get(how, how), css, points))
+            lines.append(("greedy" if how == "T=0" else how, css, points))
+    return lines
+
+
+def plot(runs, metric, title, unit=""):
+    """A figure of a metric, whose axis begins at 0 or below."""
+    last = max(run.rows[-1]["step"] for run in runs)
+    curves = lines_of(runs, metric)
     if not curves:
         return ""
     points = [point for *_, points in curves for point in points]
@@ -287,7 +292,7 @@ def write(*folders):
     names = map(str, folders) if len(paths) > 1 else [paths[0].name]
     runs = [read_run(path, name) for path, name in zip(paths, names)]
     named = [(run.name, f"c{i % 8}") for i, run in enumerate(runs)] if len(runs) > 1 else []
-    titles = [legend([run]) for run in named] or [""]
+    titles = [legend([line]) for line in named] or [""]
 
     def each(part):
         return "".join(title + part(run) for title, run in zip(titles, runs))

@@ -17,8 +17,9 @@ OWN = {}  # name -> the program's own default
 GIVEN = {"arguments": {}, "environment": {}, "run": {}, "defaults": {}}  # what settings are read from
 HEADINGS = {}  # number of settings before it -> heading in --help
 LARGEST = sys.float_info.max
+HELP = "-h", "--help"
 ROOT = Path(__file__).parent.parent
-PATHS = "MODEL", "DATA", "TASK"  # what a run is made from, kept in one spelling
+PATHS = "MODEL", "DATA", "TASK"  # what a run is made from
 
 # What may be another value when a run is resumed. All else belongs to the run: what it learns from, and by which rule.
 # That includes every setting of the task's own, and settings that a later version adds.
@@ -74,7 +75,9 @@ def heading(title):
 
 
 def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
-    kind, own, default = type(default), as_text(default), as_text(GIVEN["defaults"].get(name, default))
+    kind = type(default)
+    OWN[name] = as_text(default)
+    default = as_text(GIVEN["defaults"].get(name, default))
     sources = GIVEN["arguments"], GIVEN["environment"], GIVEN["run"]
     text = next((source[name] for source in sources if name in source), default)
     if kind is bool:
@@ -87,9 +90,10 @@ def setting(name, default, meaning, one_of=None, low=-LARGEST, high=LARGEST):
         fail(f"{name}={value} is not one of {', '.join(one_of)}.")
     if name == "OUT_DIR" and not value:
         fail("OUT_DIR= names no folder; leave it out, or name one.")
-    if name in ("MODEL", "DATA", "OUT_DIR") or name == "TASK" and any(name in source for source in sources):
+    task_is_given = name == "TASK" and any(name in source for source in sources)
+    # The default TASK is the project's, even where the user's folder has a file of that name
+    if name in ("MODEL", "DATA", "OUT_DIR") or task_is_given:
         value = one_spelling(name, value)
-    OWN[name] = own
     SETTINGS[name] = default, meaning + (f" ({', '.join(one_of)})" if one_of else ""), value
     return value
 
@@ -147,18 +151,21 @@ def new_file(text):
     return output_file(text)
 
 
+def help_is_wanted():
+    return bool({*HELP} & {*sys.argv[1:]})
+
+
 def finish(program="./train.sh", arguments=None):
     """To be called after the last setting: refuses unknown arguments, prints --help, warns of misspelt variables."""
-    help_wanted = [word for word in sys.argv[1:] if word in ("-h", "--help")]
     for argument in sys.argv[1:] if arguments is None else arguments:
-        if argument in help_wanted:
+        if argument in HELP:
             continue
         name, equals, value = argument.partition("=")
         if not equals or name not in SETTINGS:
             near = difflib.get_close_matches(name.upper(), SETTINGS, 1, 0.6)
             hint = f"did you mean {near[0]}={value or SETTINGS[near[0]][0]}?" if near else "--help lists the settings."
             fail(f"{argument} is not a setting in the form NAME=value; {hint}")
-    if help_wanted:
+    if help_is_wanted():
         print(f"usage: {program} [NAME=value ...]      or in the environment: NAME=value {program}\n{listed()}")
         sys.exit()
     for name, value in GIVEN["defaults"].items():
@@ -169,6 +176,13 @@ def finish(program="./train.sh", arguments=None):
         if near and name not in SETTINGS:  # it may be another program's
             message = f"the environment has {name}, which is not a setting; did you mean {near[0]}?"
             print(f"warning: {message}", file=sys.stderr)
+
+
+def models_and_settings(words, program):
+    """([models], [settings]) among the words of a command line, the settings checked. A model's path may contain =."""
+    given = [word for word in words if "=" in word and not os.path.exists(word)]
+    finish(program, given)
+    return [word for word in words if word not in given], given
 
 
 def listed():

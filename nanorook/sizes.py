@@ -4,8 +4,6 @@ A user's value comes first; then, for a MODEL above 50M parameters, the one in T
 A task that was made for such models sets LARGE = True, and its DEFAULTS then take precedence over the table.
 """
 
-import sys
-
 from nanorook import settings
 
 TABLE = {  # parameters above which a row applies, on top of those before it; the values are from runs of other programs
@@ -19,7 +17,7 @@ TABLE = {  # parameters above which a row applies, on top of those before it; th
 def defaults(model, task, count_parameters):
     """{setting: default} by the size of `model`, a folder or a hub id; none for the start model of the task, which its
     DEFAULTS suit, and none for --help, which works offline."""
-    if not model or {"-h", "--help"} & {*sys.argv}:
+    if not model or settings.help_is_wanted():
         return {}
     size = count_parameters(model)
     found = {name: value for least, row in TABLE.items() if size > least for name, value in row.items()}

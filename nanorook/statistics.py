@@ -49,7 +49,7 @@ def figure(values):
     return *interval(known(values)), values
 
 
-def spread(values, counts=None):
+def linearised(values, counts=None):
     """A number for each question, so that the mean is that of the known values, or the ratio of the sums of values and
     counts, and the variance is right to first order (Cochran, Sampling Techniques, 1977, chapter 6)."""
     if counts is None and None not in values:
@@ -63,7 +63,7 @@ def differences(before, after):
     """after - before of each question; None if different questions were asked, or none has a value."""
     if len(before) != len(after) or not known(before) or not known(after):
         return None
-    return [b - a for a, b in zip(spread(before), spread(after))]
+    return [b - a for a, b in zip(linearised(before), linearised(after))]
 
 
 def gain(before, after):

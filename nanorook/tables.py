@@ -15,15 +15,13 @@ def table(rows, markdown=False):
 
 def measure_and_way(name):
     """("mates mate", "greedy") for the figure "mates mate T=0": what is measured, and in which answers."""
-    exact = ", exact" if name.endswith(" exact") else ""
-    name = name.removesuffix(" exact")
-    if " T=" in name:
-        measure, _, temperature = name.partition(" T=")
+    is_exact = name.endswith(" exact")
+    measure, _, temperature = name.removesuffix(" exact").partition(" T=")
+    if temperature:
         return measure, "greedy" if temperature == "0" else "sampled"
-    if " pass@" in name:
-        measure, _, tries = name.partition(" pass@")
-        return measure, f"pass@{tries}{exact}"
-    return name, exact.removeprefix(", ")
+    measure, _, tries = measure.partition(" pass@")
+    ways = [f"pass@{tries}"] * bool(tries) + ["exact"] * is_exact
+    return measure, ", ".join(ways)
 
 
 def row_name(name, names):

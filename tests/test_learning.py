@@ -53,12 +53,12 @@ def test_most_of_a_step_is_signal(start, monkeypatch):
     """tools.signal says so, and that shuffled rewards have none."""
     toy.set_all(monkeypatch, toy.SETTINGS | letters.DEFAULTS, letters)
     questions = letters.make_questions(letters.load("", start.config)[0], 32, random.Random(0), start.config)
-    whole, _ = signal.gradients(start, list(signal.ask(start, questions)))
+    whole, _ = signal.gradients(start, list(signal.graded_rollouts(start, questions)))
     share, half = signal.signal(whole)
     assert 0 < share - half and signal.noise_scale(share + half) < train.BATCH_POSITIONS
     monkeypatch.setattr(train, "CONTROL", "shuffle")
-    whole, _ = signal.gradients(start, list(signal.ask(start, questions)))
-    assert "no signal seen" in signal.describe(whole)
+    whole, _ = signal.gradients(start, list(signal.graded_rollouts(start, questions)))
+    assert "no signal seen" in signal.scale_in_words(whole)
 
 
 @pytest.mark.slow

@@ -37,11 +37,11 @@ def test_noise_alone_and_one_heavy_answer_are_no_signal():
     for heavy in (1, 10, 100):
         assert fmean(share > half for share, half in draws(1e6, heavy)) < 0.05
     noise = torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
-    assert signal.describe(rows(noise)).startswith("no signal seen with these 64 questions: more than ")
-    assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", signal.describe(rows(1 + noise / 10)))
-    assert signal.describe(rows(torch.zeros(9, 4))) == "no gradient at all"
+    assert signal.scale_in_words(rows(noise)).startswith("no signal seen with these 64 questions: more than ")
+    assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", signal.scale_in_words(rows(1 + noise / 10)))
+    assert signal.scale_in_words(rows(torch.zeros(9, 4))) == "no gradient at all"
     noise[1:] = 0
-    assert signal.describe(rows(noise)).startswith("no signal seen with these 64 questions")
+    assert signal.scale_in_words(rows(noise)).startswith("no signal seen with these 64 questions")
 
 
 def halves(gradients):
@@ -78,7 +78,7 @@ def groups(own, chance, G, n=20000, each=1, d=3):
 def test_the_split_names_the_remedy_and_the_best_group(toy_settings, own, chance, helps):
     """Drawn anew in steps of as many tokens but other groups, gradients have the least noise with the best one."""
     toy_settings(GROUP_SIZE=16)
-    share, best, found = signal.split(halves(groups(own, chance, 8, each=2)), 9.0, 3.0)
+    share, best, found = signal.noise_in_words(halves(groups(own, chance, 8, each=2)), 9.0, 3.0)
     assert found == helps and "seen" not in share
     best, noise = int(best.split(" ")[0]), {}
     for G in (2, 3, 5, 8, 16, 32, 64, best):
@@ -89,7 +89,7 @@ def test_the_split_names_the_remedy_and_the_best_group(toy_settings, own, chance
 
 def test_where_no_noise_between_questions_is_seen_more_answers_help(toy_settings):
     toy_settings(GROUP_SIZE=16)
-    share, best, helps = signal.split(halves(groups(0, 5, 8, 64, each=2)), 9.0, 3.0)
+    share, best, helps = signal.noise_in_words(halves(groups(0, 5, 8, 64, each=2)), 9.0, 3.0)
     assert re.fullmatch(r"none seen, at most \d+%", share) and re.fullmatch(r"at least \d+", best)
     assert helps in ("more answers", "either")
 
@@ -108,8 +108,8 @@ def test_two_questions_of_a_kind_are_too_few_and_groups_without_halves_are_not_s
 def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
     """Summed over the questions they are the step's; half groups are rewarded as groups of their own."""
     model = toy.model()
-    whole, halves = signal.gradients(model, list(signal.ask(model, toy.questions(6))))
-    rollouts = list(signal.ask(model, toy.questions(6)))
+    whole, halves = signal.gradients(model, list(signal.graded_rollouts(model, toy.questions(6))))
+    rollouts = list(signal.graded_rollouts(model, toy.questions(6)))
     gradient, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: gradient.extend(p.grad for p in model.parameters()))
     monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)
@@ -122,13 +122,13 @@ def test_gradients_are_those_of_a_step(toy_settings, monkeypatch):
 
 def test_adapters_have_their_own_gradient_and_trained_ones_are_merged(toy_settings, toy_model, tmp_path):
     toy_settings(MODEL=toy_model, LORA_RANK=2)
-    model, questions = signal.prepare(4)
+    model, _, questions = signal.model_and_questions(4)
     lora.add(model, 2, 0, toy_model)
-    whole, _ = signal.gradients(model, list(signal.ask(model, questions)))
+    whole, _ = signal.gradients(model, list(signal.graded_rollouts(model, questions)))
     assert whole[:, -1].any()
     lora.save(model, tmp_path)
     toy_settings(MODEL=str(tmp_path))
-    assert signal.prepare(4)[0].lora is None
+    assert signal.model_and_questions(4)[0].lora is None
 
 
 ROWS = "all +4 ", "noise of a step +between", "short ", "long "

@@ -14,10 +14,10 @@ from nanorook.statistics import (
     gain,
     interval,
     is_share,
+    linearised,
     over_seeds,
     score,
     shared_variance,
-    spread,
     student,
 )
 
@@ -30,7 +30,7 @@ def test_intervals_are_students(n, factor):
     half = factor * numpy.std(values, ddof=1) / numpy.sqrt(n)
     found = interval(values)
     assert found == (pytest.approx(numpy.mean(values)), pytest.approx(half, rel=0.01))
-    assert figure([*values, None])[:2] == found == interval(spread(values, [1] * n))
+    assert figure([*values, None])[:2] == found == interval(linearised(values, [1] * n))
     assert interval([1.0]) == (1.0, math.inf)
     assert student(4) < student(3.5) < student(3) and student(9.01) == pytest.approx(student(9), rel=0.01)
 
@@ -41,7 +41,7 @@ def test_the_interval_of_a_ratio_holds_what_it_says():
     for _ in range(400):
         moves = rng.integers(1, 60, 80)
         illegal = rng.binomial(moves, 0.1)
-        share, half = interval(spread(illegal.tolist(), moves.tolist()))
+        share, half = interval(linearised(illegal.tolist(), moves.tolist()))
         assert share == pytest.approx(illegal.sum() / moves.sum())
         held += abs(share - 0.1) <= half
     assert 360 <= held <= 395

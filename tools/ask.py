@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
 import architectures
 from nanorook import hardware
-from nanorook import task as task_file
 from nanorook.monitor import printable, show_answer
 from nanorook.settings import fail, number, setting
+from nanorook.task import check_questions, draw_questions, grade_answers, load_items, load_task, prompt_text
 from rollout import sample
 
 HELD_OUT = 3  # questions if none is given
@@ -32,20 +32,23 @@ HELD_OUT = 3  # questions if none is given
 def questions_about(task, text, data, seed, config):
     """Held-out questions of the task, or the one that `text` asks."""
     if text and hasattr(task, "question"):
-        return task_file.check_questions(task, [task.question(text, config)])
-    _, held_out = task_file.load_items(task, data, config)
+        return check_questions(task, [task.question(text, config)])
+    _, held_out = load_items(task, data, config)
     count = min(HELD_OUT, len(held_out)) or fail(f"DATA={data} has no held-out items; provide more.")
-    own = task_file.draw_questions(task, held_out, count, random.Random(seed), config)
-    return task_file.check_questions(task, [own[0]._replace(prompt=text, truth=None)]) if text else own
+    own = draw_questions(task, held_out, count, random.Random(seed), config)
+    if not text:
+        return own
+    # The text as it stands, with the kind and the stop of the task's own questions
+    return check_questions(task, [own[0]._replace(prompt=text, truth=None)])
 
 
 def ask(model, task, question, known, temperature, count):
     """Prints the question and its answers, one greedy and `count` sampled. If the reference answer is known, they are
     graded, and it follows."""
-    print(f"{question.kind}: {printable(task_file.prompt_text(question.prompt).strip())}")
-    for title, size, heat in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
-        (rollout,) = sample(model, [question], size, task.LIMITS, heat)
-        for answer in task_file.grade_answers(task, rollout.answers) if known else rollout.answers:
+    print(f"{question.kind}: {printable(prompt_text(question.prompt).strip())}")
+    for title, size, at in (("greedy", 1, 0.0), (f"T={temperature:g}", count, temperature)):
+        (rollout,) = sample(model, [question], size, task.LIMITS, at)
+        for answer in grade_answers(task, rollout.answers) if known else rollout.answers:
             show_answer(task, answer, f"{title:6} ")
     if known:
         show_truth(question.truth)
@@ -66,7 +69,7 @@ def main():
     p.add_argument("text", nargs="*", help="the question; also TASK=FILE.py and other settings of the task")
     p.add_argument("--answers", type=number(int, 1), default=3, help="number of sampled answers after the greedy one")
     a = p.parse_intermixed_args()
-    task = task_file.load_task(setting("TASK", "rewards.py", "the file that makes questions and grades answers"))
+    task = load_task(setting("TASK", "rewards.py", "the file that makes questions and grades answers"))
     settings.take_defaults(task.DEFAULTS)
     data = setting("DATA", "builtin", "as in train.py")
     seed = setting("SEED", 0, "as in train.py", low=0, high=2**32 - 1)

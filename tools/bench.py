@@ -131,11 +131,13 @@ def random_model(config):
 def prepare(w, prompts, device, dtype):
     """A model of random weights, and a function that makes a rollout with it, or a step as train.py does."""
     torch.manual_seed(0)
-    model, rng = random_model(w.config).to(device).set_compute_dtype(dtype), torch.Generator().manual_seed(0)
+    model = random_model(w.config).to(device).set_compute_dtype(dtype)
+    rng = torch.Generator().manual_seed(0)
     model.tokenizer = Tokenizer.of_bytes()
     model.config.eos_token_id, model.tokenizer.ends = -1, (-1,)  # which never comes
     reference = train.make_reference(model) if w.kl else None
-    optimizers, most = train.make_optimizers(model), 0
+    optimizers = train.make_optimizers(model)
+    most = 0
     if w.kl is not None:  # planned once, as in train.py: what PyTorch keeps later no longer looks free
         keys = max(len(model.tokenizer.encode(prompt)) for prompt in prompts) + w.new
         model.recompute = hardware.must_recompute(model, w.group * w.new, keys)

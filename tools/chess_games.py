@@ -21,7 +21,7 @@ import architectures
 import rewards
 from nanorook import hardware
 from nanorook.settings import fail, number, output_file
-from nanorook.statistics import interval, spread, with_interval
+from nanorook.statistics import interval, linearised, with_interval
 from nanorook.tables import table
 from rollout import sample
 from rook.positions import distinct, is_sound, load_unfinished, split
@@ -93,7 +93,7 @@ def count(opponent, boards, ends):
     lengths, illegal = [len(board.move_stack) for board in boards], [end == ILLEGAL for end in ends]
     if opponent == "self":
         moves = [bad + good for bad, good in zip(illegal, lengths)]
-        return {"half-moves before an illegal one": lengths, "illegal moves": spread(illegal, moves)}
+        return {"half-moves before an illegal one": lengths, "illegal moves": linearised(illegal, moves)}
     white = {"1-0": 1, "0-1": 0, "1/2-1/2": 0.5}
     points = [abs((not has_white(i)) - white[result(*game)]) for i, game in enumerate(zip(boards, ends))]
     lost = [p == 0 for p in points]

@@ -16,7 +16,6 @@ questions and, of several models, over seeds.
 """
 
 import argparse
-import os
 import random
 from statistics import median
 from typing import NamedTuple
@@ -32,13 +31,13 @@ import architectures
 import train
 from nanorook import hardware
 from nanorook.settings import fail
-from nanorook.statistics import interval, over_seeds, shared_variance, spread, with_interval
+from nanorook.statistics import interval, linearised, over_seeds, shared_variance, with_interval
 from nanorook.tables import table
 from nanorook.task import draw_questions, load_items
 from tools import exact
 
 BANDS = 0, 0.002, 0.01, 0.05, 0.2, 1  # of the start's probability of a right answer
-RARE, FOUND = 0.05, 0.25  # a right answer is found if it rises from below the first to above the second
+UNLIKELY, FOUND = 0.05, 0.25  # a right answer is found if its chance rises from below the first to above the second
 CHANGED = 0.02  # the least JSD of which a share can be explained
 GAINED = 0.1  # what a wrong answer gains at least, if it is counted
 TINY = 1e-300  # for logarithms
@@ -53,18 +52,22 @@ class Policy(NamedTuple):
 
     @property
     def p(self):
-        """(Q, R) on the listed answers."""
+        """(Q, R) as if there were no answers but the listed ones: each row sums to 1."""
         return self.whole / self.whole.sum(1, keepdims=True)
 
     @property
-    def found(self):
-        """(Q,) the probability of a right answer."""
+    def chance(self):
+        """(Q,) the chance of a right answer, under p."""
         return (self.p * self.right).sum(1)
+
+    @property
+    def whole_chance(self):
+        """(Q,) the same, other answers included."""
+        return (self.whole * self.right).sum(1)
 
     def skills(self):
         """{name: (Q,)} of the whole policy: what it can do, and the probability of other answers."""
-        found = (self.whole * self.right).sum(1)
-        rates = {f"pass@{k}": exact.pass_at_k(found, k) for k in exact.TRIES}
+        rates = {f"pass@{k}": exact.pass_at_k(self.whole_chance, k) for k in exact.TRIES}
         return {"likeliest": is_top(self.right, self).astype(float), **rates, "other": 1 - self.whole.sum(1)}
 
 
@@ -153,11 +156,11 @@ def change_rows(start, models):
     left = [jsd(m.p, s) for m, s in zip(models, sharp)]
     rows = [["α of the nearest sharpened start", with_interval(*interval(alphas), ".2f")]]
     if min(row.mean() for row in changed) >= CHANGED:
-        explained = [spread((before - after).tolist(), before.tolist()) for before, after in zip(changed, left)]
-        medians = []
-        for before, after in zip(changed, left):
-            enough = before >= CHANGED
-            medians.append(median(1 - after[enough] / before[enough]))
+        explained, medians = [], []
+        for total, rest in zip(changed, left):  # (Q,) each
+            explained.append(linearised((total - rest).tolist(), total.tolist()))
+            enough = total >= CHANGED
+            medians.append(median(1 - rest[enough] / total[enough]))
         rows.append(["explained by sharpening, all", percent(explained)])
         mean, half = interval(medians)
         rows.append(["explained by sharpening, median", with_interval(100 * mean, 100 * half, ".1f")])
@@ -165,7 +168,7 @@ def change_rows(start, models):
         rates = [exact.pass_at_k((s * start.right).sum(1), k) for s in sharp]
         rows.append([f"pass@{k} of the sharpened start", percent(rates)])
     wrong = ~is_top(start.right, start)  # (Q,) positions with a wrong favourite
-    rows.append(["right answer became likelier", percent([m.found > start.found for m in models])])
+    rows.append(["right answer became likelier", percent([m.chance > start.chance for m in models])])
     if wrong.any():
         amplified = [(favourite_gain(start, m) > 0)[wrong] for m in models]
         rows.append(["wrong favourite became likelier", percent(amplified)])
@@ -178,16 +181,16 @@ def band_rows(start, models):
     """By the start's probability of a right answer: what became of it, and of a wrong favourite."""
     rows = [["right at the start", "questions", "before", "after", "likelier", "found", "wrong favourite likelier"]]
     for low, high in zip(BANDS, BANDS[1:]):
-        band = (start.found >= low) & ((start.found < high) | (high == 1))
+        band = (start.chance >= low) & ((start.chance < high) | (high == 1))
         if not band.any():
             continue
         wrong = band & ~is_top(start.right, start)
         rows.append([
             f"{low:g} to {high:g}", str(band.sum()),
-            f"{100 * start.found[band].mean():.2f}",
-            percent([m.found[band] for m in models]),
-            percent([(m.found > start.found)[band] for m in models]),
-            percent([(m.found > FOUND)[band] for m in models]) if high <= RARE else "",
+            f"{100 * start.chance[band].mean():.2f}",
+            percent([m.chance[band] for m in models]),
+            percent([(m.chance > start.chance)[band] for m in models]),
+            percent([(m.chance > FOUND)[band] for m in models]) if high <= UNLIKELY else "",
             percent([(favourite_gain(start, m) > 0)[wrong] for m in models]) if wrong.any() else "",
         ])  # fmt: skip
     return rows
@@ -210,9 +213,7 @@ def main():
     p.add_argument("model", nargs="+", help="trained models, seeds of one setting; and settings, NAME=value")
     p.add_argument("--training", action="store_true", help="questions from the training data, not held-out ones")
     a = p.parse_intermixed_args()
-    given = [word for word in a.model if "=" in word and not os.path.exists(word)]
-    models = [word for word in a.model if word not in given]
-    settings.finish("python -m tools.compare", given)
+    models, _ = settings.models_and_settings(a.model, "python -m tools.compare")
     if not models:
         p.error("name a trained model after its start.")
     device, _ = hardware.prepare(train.DEVICE, "float32")
@@ -220,18 +221,18 @@ def main():
     questions = listed_questions(start.config, a.training)
     if not questions:
         fail(f"TASK={train.TASK} lists no answers with unequal rewards; see answers in nanorook/task.py.")
-    kinds = np.array([question.question.kind for question in questions])
+    kinds = np.array([question.kind for question in questions])
     before = policy(start, questions)
     after = [policy(architectures.load(name).to(device), questions) for name in models]
+    split = "training" if a.training else "held-out"
     for kind in dict.fromkeys(kinds.tolist()):
         some = kinds == kind
-        of_kind, *of_models = (Policy(*(x[some] for x in side)) for side in (before, *after))
-        side = "training" if a.training else "held-out"
+        before_of_kind, *after_of_kind = (Policy(*(x[some] for x in one)) for one in (before, *after))
         seeds = f", {len(models)} seeds" if len(models) > 1 else ""
-        print(f"{some.sum()} {side} questions of the kind {kind}{seeds}: {a.start} and {', '.join(models)}\n")
-        print(table([["%", "start", "after"], *policy_rows(of_kind, of_models)]), end="\n\n")
-        print(table([["%, but α", "after"], *change_rows(of_kind, of_models)]), end="\n\n")
-        print(table(band_rows(of_kind, of_models)), end="\n\n")
+        print(f"{some.sum()} {split} questions of the kind {kind}{seeds}: {a.start} and {', '.join(models)}\n")
+        print(table([["%", "start", "after"], *policy_rows(before_of_kind, after_of_kind)]), end="\n\n")
+        print(table([["%, but α", "after"], *change_rows(before_of_kind, after_of_kind)]), end="\n\n")
+        print(table(band_rows(before_of_kind, after_of_kind)), end="\n\n")
 
 
 if __name__ == "__main__":

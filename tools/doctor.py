@@ -45,19 +45,20 @@ def check(name, figures, *wrong):
     return Check(name, sentence[:1].upper() + sentence[1:], figures)  # a run prints such sentences after "error: "
 
 
-def prepare(count):
-    """A model and `count` questions, as the settings ask for them."""
+def model_and_questions(count):
+    """A model, its source, and `count` questions, as the settings ask for them."""
     device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
     print(sizes.in_words(train.SIZE_DEFAULTS))
-    model = architectures.load_merged(train.MODEL or start_folder(train.task)).to(device).set_compute_dtype(dtype)
+    source = train.MODEL or start_folder(train.task)
+    model = architectures.load_merged(source).to(device).set_compute_dtype(dtype)
     items, _ = load_items(train.task, train.DATA, model.config)
     if len(items) < count:
         fail(f"DATA={train.DATA} has {len(items)} items, fewer than the {count} questions; ask fewer (BATCH_POSITIONS, "
              "or QUESTIONS of tools.signal), or provide more.")  # fmt: skip
-    return model, draw_questions(train.task, items, count, random.Random(train.SEED), model.config)
+    return model, source, draw_questions(train.task, items, count, random.Random(train.SEED), model.config)
 
 
-def ask(model, questions):
+def graded_rollouts(model, questions):
     """Yields what a step has before its update: graded Rollouts with their advantages."""
     sampler = model.inference_copy(model.dtype)
     noise = train.sampling_noise(len(questions), train.GROUP_SIZE, train.SEED)
@@ -73,7 +74,7 @@ def run_checks(model, reference, optimizers, questions):
     if model.dtype == torch.bfloat16:
         yield halfway(model)
     yield computing(model, questions[0])
-    rollouts = list(ask(model, questions))
+    rollouts = list(graded_rollouts(model, questions))
     answers = [answer for rollout in rollouts for answer in rollout.answers]
     yield truths(questions, answers)
     malformed = monitor.check_answers(monitor.describe_answers(answers, train.GROUP_SIZE), train.task.LIMITS)
@@ -197,13 +198,13 @@ def rewards(rollout):
     least, most = values.min().item(), values.max().item()
     # A likely answer is sampled repeatedly
     different = {(answer.question.prompt, answer.text): answer.grade.reward for answer in rollout.answers}
-    capped = [reward for reward in different.values() if reward > most - 1e-6]
-    share = len(capped) / len(different)
+    best = [reward for reward in different.values() if reward > most - 1e-6]
+    share = len(best) / len(different)
     return check(
         f"{rollout.kind} rewards",
         {"mean": values.mean().item(), "min": least, "max": most},
         (max(-least, most) > 10, f"They range from {least:g} to {most:g}, so a few outweigh the others: scale them."),
-        (len(capped) > 4 and share > 0.5 and 1e-6 < most < 1 - 1e-6,
+        (len(best) > 4 and share > 0.5 and 1e-6 < most < 1 - 1e-6,
          f"{share:.0%} of the different answers get the highest reward, {most:g}: if grade caps it, penalise by a "
          "factor instead; if no answer is right yet, give partial credit or ask easier questions."),
     )  # fmt: skip
@@ -211,10 +212,10 @@ def rewards(rollout):
 
 def main():
     settings.finish("python -m tools.doctor")
-    model, questions = prepare(train.BATCH_POSITIONS)
+    model, source, questions = model_and_questions(train.BATCH_POSITIONS)
     reference = train.make_reference(model) if train.KL_COEF else None
     if train.LORA_RANK:
-        lora.add(model, train.LORA_RANK, train.SEED, train.MODEL)
+        lora.add(model, train.LORA_RANK, train.SEED, source)
     wrong = []
     for name, sentence, figures in run_checks(model, reference, train.make_optimizers(model), questions):
         told = ", ".join(f"{key} {f'{v:.4g}' if isinstance(v, float) else v}" for key, v in figures.items())

@@ -19,7 +19,6 @@ pass@1024 (tools/exact.py). "other" is the probability of all others, which may 
 
 import argparse
 import json
-import os
 import random
 from pathlib import Path
 
@@ -39,6 +38,17 @@ from nanorook.verdict import objects
 from tools import exact
 
 
+def show_recorded(out):
+    """Prints the table that the run in this folder has recorded."""
+    file, about = out / "skill.json", out / "run.json"
+    try:
+        names = json.loads(about.read_text()).get("names", {}) if about.is_file() else {}
+        shown = table(skill_rows(json.loads(file.read_text()), names))
+    except Exception as error:  # damage may show anywhere
+        fail(f"{file} is damaged ({type(error).__name__}: {error}); for a new table, name {out}/model.")
+    print(shown)
+
+
 def main():
     p = argparse.ArgumentParser("python -m tools.evaluate", description=__doc__.split("\n")[0])
     p.formatter_class, p.epilog = argparse.RawDescriptionHelpFormatter, settings.listed()
@@ -50,23 +60,14 @@ def main():
     )
     p.add_argument("--training", action="store_true", help="evaluate on training questions, not on held-out ones")
     a = p.parse_intermixed_args()
-    given = [word for word in a.model if "=" in word and not os.path.exists(word)]
-    models = [word for word in a.model if word not in given]
-    settings.finish("python -m tools.evaluate", given)
+    models, given = settings.models_and_settings(a.model, "python -m tools.evaluate")
     if len(models) == 1 and (file := Path(models[0], "skill.json")).is_file():
         if more := [*given, *["--training"] * a.training]:
             fail(
                 f"{models[0]} is a run, whose table is shown as it was recorded; to evaluate with {more[0]}, name "
                 f"{models[0]}/model."
             )
-        about = file.with_name("run.json")
-        try:
-            names = json.loads(about.read_text()).get("names", {}) if about.is_file() else {}
-            shown = table(skill_rows(json.loads(file.read_text()), names))
-        except Exception as error:  # damage may show anywhere
-            fail(f"{file} is damaged ({type(error).__name__}: {error}); for a new table, name {models[0]}/model.")
-        print(shown)
-        return
+        return show_recorded(file.parent)
     start_hash = ""  # of the model that a run began with, if that is to be compared
     if len(models) == 1 and settings.GIVEN["run"]:
         (about,) = objects(Path(models[0]).resolve().parent, "run")
@@ -75,8 +76,9 @@ def main():
         models.insert(0, train.MODEL or start_folder(load_task(own) if own else train.task))
     if len(models) not in (1, 2):
         p.error("give one model, or two to compare.")
-    kind = "training" if a.training else "held-out"
-    (device, dtype), columns = hardware.prepare(train.DEVICE, train.DTYPE), {}
+    split = "training" if a.training else "held-out"
+    device, dtype = hardware.prepare(train.DEVICE, train.DTYPE)
+    columns = {}
     for title, name in zip("AB", models):
         model = architectures.load(name)
         if title == "A" and start_hash:
@@ -88,13 +90,13 @@ def main():
         model = model.to(device).set_compute_dtype(dtype)
         items, held_out = load_items(train.task, train.DATA, model.config)
         asked = items if a.training else held_out
-        count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {kind} items.")
+        count = min(train.EVAL_POSITIONS, len(asked)) or fail(f"DATA={train.DATA} has no {split} items.")
         questions = draw_questions(train.task, asked, count, random.Random(train.SEED), model.config)
         columns[title], _ = train.evaluate(model, questions, train.EVAL_SAMPLES)
         columns[title] |= exact.figures(model, train.task, questions, train.TEMPERATURE)
-    print(f"{count} {kind} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
+    print(f"{count} {split} questions of {train.TASK}: {', '.join(map(' is '.join, zip('AB', models)))}\n")
     rows = skill_rows(columns, names_of(train.task))
-    rows[0][0] = kind
+    rows[0][0] = split
     print(table(rows))
 
 

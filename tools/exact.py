@@ -33,6 +33,10 @@ class Listed(NamedTuple):
     grades: list
 
     @property
+    def kind(self):
+        return self.question.kind
+
+    @property
     def rewards(self):
         return np.array([grade.reward for grade in self.grades])
 
@@ -93,10 +97,11 @@ class Part(NamedTuple):
 
 def parts(model, limits, questions):
     """Yields Parts of Listed questions, those with equally many answers together, which fit into memory."""
-    V, order = model.config.vocab_size, sorted(range(len(questions)), key=lambda i: len(questions[i].texts))
+    V = model.config.vocab_size
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].texts))
     some = []
     for i in order:
-        R, T = len(questions[i].texts), limits[questions[i].question.kind]
+        R, T = len(questions[i].texts), limits[questions[i].kind]
         tokens = (len(some) + 1) * R * T
         if some and (tokens > MOST_TOKENS or tokens * V > MOST_LOGITS):
             yield part_of(model, limits, questions, some)
@@ -107,7 +112,8 @@ def parts(model, limits, questions):
 
 
 def part_of(model, limits, questions, places):
-    device, tokenizer, R = model.wte.weight.device, model.tokenizer, len(questions[places[-1]].texts)
+    device, tokenizer = model.wte.weight.device, model.tokenizer
+    R = len(questions[places[-1]].texts)  # the most of any, as parts() sorts by it
     absent = [0], (0,)  # a row that does not count
     rows, real = [], torch.zeros(len(places), R, dtype=torch.bool)
     prompts = [prompt_ids(questions[place].question.prompt, tokenizer) for place in places]
@@ -119,12 +125,12 @@ def part_of(model, limits, questions, places):
         rows += [row or absent for row in spelled] + [absent] * (R - len(texts))
     sets = list(dict.fromkeys(ends for _, ends in rows))
     ends = torch.zeros(len(sets), model.config.vocab_size, dtype=torch.bool)
-    for which, tokens in enumerate(sets):
-        ends[which, list(tokens)] = True
+    for i, allowed in enumerate(sets):
+        ends[i, list(allowed)] = True
     prompts, lengths = pad_prompts(prompts, device)
-    tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True)
-    last = torch.tensor([len(tokens) - 1 for tokens, _ in rows])
-    which = torch.tensor([sets.index(ends) for _, ends in rows])
+    tokens = pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)
+    last = torch.tensor([len(ids) - 1 for ids, _ in rows])
+    which = torch.tensor([sets.index(allowed) for _, allowed in rows])
     rest = (x.to(device) for x in (tokens, last, ends, which, real))
     return Part(places, prompts, lengths, *rest)
 
@@ -144,7 +150,8 @@ def logprobs(model, part, temperature):
 @torch.no_grad()
 def policy(model, limits, questions, temperature):
     """For each Listed question the probabilities of its answers, computed in fp32."""
-    model, found = model.inference_copy(torch.float32), {}
+    model = model.inference_copy(torch.float32)
+    found = {}
     for part in parts(model, limits, questions):
         probabilities = logprobs(model, part, temperature).double().exp().where(part.real, 0).cpu().numpy()
         for place, row in zip(part.places, probabilities):
@@ -161,12 +168,13 @@ def figures(model, task, questions, temperature):
     """{"mates mate pass@4 exact": (mean, half-width of its 95 % interval, values of the questions), ...}: pass@k of
     metrics that are 0 or 1, and the reward, of which unlisted answers may earn more; for questions with listed answers
     alone. A metric that all listed answers have says no more than `other`."""
-    found, questions = {}, listed(task, questions)
+    found = {}
+    questions = listed(task, questions)
     if not questions:
         return found
     policies = policy(model, task.LIMITS, questions, temperature)
-    for kind in dict.fromkeys(question.question.kind for question in questions):
-        some = [(q, p) for q, p in zip(questions, policies) if q.question.kind == kind]
+    for kind in dict.fromkeys(question.kind for question in questions):
+        some = [(q, p) for q, p in zip(questions, policies) if q.kind == kind]
         values = {}  # of all listed answers
         for metrics in (grade.metrics for question, _ in some for grade in question.grades):
             for name, value in metrics.items():

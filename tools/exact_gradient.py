@@ -96,7 +96,7 @@ def step_gradient(model, reference, questions, best_of):
         # The other answers' part of the KL is at least the mass that they gained, which is what the listed ones lost.
         terms = policy * (logp - ref_logp) + ref_policy - policy
         part_kl = torch.where(part.real, terms, 0).sum(1)  # (B,)
-        weights = kl_weights(ref_policy, rewards, [question.question.kind for question in some])
+        weights = kl_weights(ref_policy, rewards, [question.kind for question in some])
         loss = (weights * part_kl - objective(policy, rewards, best_of)).sum() / len(questions)
         (loss / length).backward()
         reward += (policy * rewards).sum().item() / len(questions)

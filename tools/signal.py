@@ -27,8 +27,7 @@ import train
 from nanorook import hardware, lora
 from nanorook.statistics import interval
 from nanorook.tables import table
-from nanorook.task import start_folder
-from tools.doctor import ask, prepare
+from tools.doctor import graded_rollouts, model_and_questions
 
 heading("Signal")
 QUESTIONS = setting("QUESTIONS", 64, "number of questions, with the mix of kinds that a step of this size has", low=3)
@@ -56,8 +55,8 @@ def jackknife(rows, estimate):
     left_out = pad(left_out, (1, 0))  # (3, n + 1): nothing, then each question
     count = torch.tensor([n] + [n - 1] * n)
     means = (terms.sum(1, keepdim=True) - left_out) / count  # (3, n + 1)
-    products, own, squares = means
-    values = estimate(products / (count - 1), own, squares).nan_to_num()
+    means[0] /= count - 1  # each product is a sum over the other questions
+    values = estimate(*means).nan_to_num()
     return interval((n * values[0] - (n - 1) * values[1:]).tolist())
 
 
@@ -142,26 +141,26 @@ def gradient_row(model, group, project):
 # ---- In words ------------------------------------------------------------------------------------------------
 
 
-def number(x):
+def rounded(x):
     return f"{x:.1f}" if x < 10 else f"{float(f'{x:.2g}'):,.0f}"
 
 
-def describe(rows):
-    """The noise scale in words."""
+def scale_in_words(rows):
+    """The noise scale."""
     if len(rows) < 3:
         return "too few questions"
     if not rows[:, -1].any():
         return "no gradient at all"
     share, half = signal(rows)
-    least, value, most = (number(noise_scale(x)) for x in (share + half, share, share - half))
+    least, value, most = (rounded(noise_scale(x)) for x in (share + half, share, share - half))
     if share > half:
         return f"{value} ({least} to {most})"
     at_least = f": more than {least}" if share + half > 0 else ""
     return f"no signal seen with these {len(rows)} questions{at_least}"
 
 
-def split(rows, P, T):
-    """In words, the share of the noise that lies between questions, the best G at equal cost, and what helps. rows: as
+def noise_in_words(rows, P, T):
+    """The share of the noise that lies between questions, the best G at equal cost, and what helps. rows: as
     for between().
 
     The gradient of a group is (G - k) / k times that of the objective on average (k: BEST_OF, 1 in plain GRPO). Divided
@@ -196,10 +195,10 @@ def report(whole, halves, kinds, tokens):
         n = len(at) / len(kinds) * train.BATCH_POSITIONS  # in a step
         share, half = signal(whole[at])
         part = f"{n / (n + noise_scale(share)):.1%}" if share > half else ""
-        steps.append([name, f"{n:.3g}", describe(whole[at]), part])
+        steps.append([name, f"{n:.3g}", scale_in_words(whole[at]), part])
         if halves is not None and halves[at].any():
             P, T = tokens[at].mean(0).tolist()
-            noise.append([name, *split(halves[at], P, T)])
+            noise.append([name, *noise_in_words(halves[at], P, T)])
     print(table(steps))
     if len(noise) > 1:
         print("\n" + table(noise))
@@ -207,13 +206,12 @@ def report(whole, halves, kinds, tokens):
 
 def main():
     settings.finish("python -m tools.signal")
-    model, questions = prepare(QUESTIONS)
-    source = train.MODEL or start_folder(train.task)
+    model, source, questions = model_and_questions(QUESTIONS)
     if train.LORA_RANK:
         lora.add(model, train.LORA_RANK, train.SEED, source)
     print(f"{source}, {train.TASK}: {QUESTIONS} questions × {train.GROUP_SIZE} answers on {model.wte.weight.device} in "
           f"{str(model.dtype)[6:]}, SEED={train.SEED}\n", flush=True)  # fmt: skip
-    rollouts = list(ask(model, questions))
+    rollouts = list(graded_rollouts(model, questions))
     kinds, tokens = [], []
     for rollout in rollouts:
         n = len(rollout.prompts)
