@@ -251,7 +251,7 @@ def best_of_at(step):
 
 
 def set_learning_rates(optimizers, factor):
-    """Multiplies by `factor` the rate that each optimizer was made with, its `initial_lr`, which load_models() keeps."""
+    """Sets the rate of each optimizer to `factor` times its `initial_lr`, the rate that it was made with."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
@@ -475,7 +475,7 @@ def answer_questions(model, questions, temperature, group_size=1):
 
 def start():
     """Everything that the loop works with, for a new run or for one that is resumed."""
-    settings.finish()  # prints --help, and refuses arguments that are no settings
+    settings.finish()  # refuses arguments that are no settings, and prints --help
     hardware.flush_denormals()
     device = join_processes()
     run, source, saved = open_run()

@@ -68,10 +68,10 @@ def fastest_dtype(device):
 # the architecture; attention also keeps its inputs, and a number for each head and key. For GPT-2 124M in bf16 this
 # gives, with the logits, 461, 479 and 491 kB a token for 40, 100 and 144 tokens after prompts of 60, where a forward
 # pass on a CPU kept 449, 483 and 493. In the backward pass the logits have two gradients at once, and a part of them
-# has at most four copies in fp32, see grpo.logprobs_and_entropy. A weight in training needs 16 bytes: its gradient (4),
-# AdamW's moments (8), and one copy each for products and for sampling (2 and 2 in bf16). In sampling it has no
-# gradient. What LoRA freezes is kept once for all. `keys` is how many tokens one attends to: at most those of the
-# longest prompt with its answer.
+# has at most four copies in fp32, see grpo.logprobs_and_entropy. A weight in training needs 16 bytes beside itself: its
+# gradient (4), AdamW's moments (8), and one copy each for products and for sampling (2 and 2 in bf16). In sampling it
+# has no gradient. What LoRA freezes is kept once for all. `keys` is how many tokens one attends to: at most those of
+# the longest prompt with its answer.
 
 
 def try_a_block(model, tokens):

@@ -244,8 +244,8 @@ def introduction(model, source, task, items, held_out, microbatch):
 
 def open_log(run, model, questions, names):
     """Cuts the files of a run back to its current step; returns the metrics of its steps so far. run.json, the first
-    file of a run, has the settings that were changed on the way, the task's NAMES of figures and, for comparisons with
-    other runs, the held-out questions in the order of values_by_name()."""
+    file of a run, has the settings that were changed on the way, the task's NAMES of figures, the start model's hash
+    and, for comparisons with other runs, the held-out questions in the order of values_by_name()."""
     step = run.step if run.skill else -1
     evaluated = {"after", f"step {step}"} & run.skill.keys()  # if not, samples of this step are from a killed attempt
     about = {"program": "nanorook"}  # by which the run is known to be one, see run.MARK

@@ -68,8 +68,8 @@ def start(device, processes):
 
 
 def share_cores():
-    """Divides this machine's cores among its processes, unless the user has set OMP_NUM_THREADS. torchrun sets that
-    itself, to one thread for each process."""
+    """Divides this machine's cores among its processes, unless OMP_NUM_THREADS is set. Under torchrun it is ignored, as
+    torchrun sets it itself, to one thread for each process."""
     by_torchrun = dist.is_torchelastic_launched()
     if by_torchrun or "OMP_NUM_THREADS" not in os.environ:
         cores = os.cpu_count() if by_torchrun else torch.get_num_threads()
@@ -84,9 +84,10 @@ def join(backend):
         show_errors()
         fail(f"the processes of this run have not all started within {JOIN_WITHIN.seconds} seconds ({error}); "
              "check above whether one of them has ended, and start the run again.")  # fmt: skip
-    # torch would give up after half an hour, while the lead may be making a start model; a process that has ended is
-    # noticed by its closed connection
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(days=30))
+    # With Gloo, a process that has ended is noticed by its closed connection, so torch's limit of half an hour is not
+    # needed, and making a start model may take longer. NCCL needs the limit.
+    timeout = timedelta(days=30) if backend == "gloo" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def launched():

@@ -130,7 +130,8 @@ class Run:
             self.changes.append([self.step, name, was, value])
             if name in STEADIER and self.rollbacks:
                 self.rollbacks, self.lr_factor = 0, 1.0
-                parallel.log("The run has gone back before; with this change, it starts again from the full LR.")
+                parallel.log("The run had gone back before. With this change, LR is no longer lowered for that, and "
+                             "the run may go back twice more.")  # fmt: skip
         if saved["settings"]["MICROBATCH_TOKENS"]:
             self.microbatch = 0  # it was given, not chosen
         if self.step > steps or (self.step == steps and finished(self.out)):
@@ -156,7 +157,9 @@ class Run:
         would fail again with the same one."""
         self.rollbacks += 1
         if self.rollbacks == 3:
-            fail("the run would have to go back for the third time; lower LR, or follow the last advice above.")
+            fail("the run would have to go back for the third time; lower LR to less than "
+                 f"{self.lr_factor:g} of its value, by which it was already multiplied, or follow the last advice "
+                 "above.")  # fmt: skip
         restore(model, optimizers, **copy.deepcopy(self.good))
         self.lr_factor *= lr_factor
         self.skipped_in_a_row = 0
@@ -195,7 +198,7 @@ class Run:
 
 
 def hash_of(model, lora_rank):
-    """By which a start model is known again. With LORA_RANK it is in bf16, whatever DTYPE is today."""
+    """The hash that identifies a start model; with LORA_RANK that of the weights in bf16, whatever DTYPE is today."""
     sha = hashlib.sha256()
     for tensor in model.state_dict().values():
         if lora_rank:

@@ -205,11 +205,12 @@ def in_words(*always):
 
 
 def same_file(name, path, other):
-    """Whether a setting names the same file in two ways; a path without a folder is one in the project's."""
+    """Whether a setting names the same file in two ways; a relative path starts at the project's folder, as
+    one_spelling() writes it."""
     if name not in PATHS or not path or not other:
         return False
     path, other = ROOT / path, ROOT / other
-    return path.exists() and other.exists() and path.samefile(other)
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def changed_since(old):

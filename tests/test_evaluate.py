@@ -59,14 +59,19 @@ def test_a_runs_model_is_compared_with_what_it_began_with_whatever_it_is_asked(s
     assert first == f"4 held-out questions of {toy.__file__}: A is {toy_model}, B is {toy_model}"
 
 
-def test_a_start_model_that_was_made_again_is_not_taken_for_the_old_one(shown, toy_run, tmp_path, monkeypatch):
+def test_a_start_model_that_was_made_again_is_not_taken_for_the_old_one(shown, toy_run, tmp_path, monkeypatch, capsys):
     start = tmp_path / "start"
     toy.model().save(start)
-    toy_run(STEPS=1, MODEL=str(start))
-    toy.model(1).save(start)
     monkeypatch.setattr(train, "MODEL", str(start))
-    with pytest.raises(SystemExit, match="start is not the model that the run of .*/out/model began with"):
-        shown(tmp_path / "out" / "model", run={"MODEL": str(start)})
+    for rank in (0, 2):
+        toy_run(f"rank-{rank}", STEPS=1, MODEL=str(start), LORA_RANK=rank)
+        capsys.readouterr()
+        first, _ = shown(tmp_path / f"rank-{rank}" / "model", run={"MODEL": str(start), "LORA_RANK": f"{rank}"})
+        assert f"A is {start}, B is " in first
+    toy.model(1).save(start)
+    for rank in (0, 2):
+        with pytest.raises(SystemExit, match=f"start is not the model that the run of .*/rank-{rank}/model began with"):
+            shown(tmp_path / f"rank-{rank}" / "model", run={"MODEL": str(start), "LORA_RANK": f"{rank}"})
 
 
 def test_one_model_two_models_and_several_tries(shown, toy_model, tmp_path, monkeypatch):

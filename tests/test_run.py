@@ -94,7 +94,7 @@ def test_who_changes_what_made_a_run_go_back_starts_anew(tmp_path, toy_run, caps
     with pytest.raises(SystemExit, match="go back for the third time"):
         toy_run(STEPS=9, **settings)
     toy_run(STEPS=9, **settings | dict(KL_DIVERGENCE_THRESHOLD=9.0))
-    assert "it starts again from the full LR" in capsys.readouterr().out
+    assert "LR is no longer lowered for that" in capsys.readouterr().out
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):

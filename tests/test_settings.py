@@ -94,6 +94,7 @@ def test_a_file_named_from_another_folder_is_the_same():
     assert settings.same_file("MODEL", "weights/tiny", str(tiny))
     assert not settings.same_file("MODEL", "weights/tiny", str(settings.ROOT / "data"))
     assert not settings.same_file("MODEL", "a/hub-id", "another/hub-id")
+    assert not settings.same_file("DATA", "x" * 300, "y" * 300)  # no name of a file
     assert not settings.same_file("OUT_DIR", "weights/tiny", str(tiny))
 
 

@@ -104,7 +104,10 @@ def test_a_misspelt_setting_ends_the_program_before_any_run(main, started):
 def test_runs_with_other_start_models_are_not_mixed(main, started, tmp_path):
     main("--seeds", "1", "--controls", "0")
     file = tmp_path / "default" / "seed-0" / "run.json"
+    main("--seeds", "2", "--controls", "0")  # of an older version, which recorded no hash
     file.write_text(json.dumps(json.loads(file.read_text()) | {"start_hash": "another"}))
+    file = tmp_path / "default" / "seed-1" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"start_hash": "one"}))
     with pytest.raises(SystemExit, match="seed-1 and .*seed-0 began with different models"):
         main("--seeds", "2", "--controls", "0")
 

@@ -191,14 +191,15 @@ def test_gpt2s_older_files_name_a_beginning_in_tokenizer_config(bpe_folder, tmp_
     )
 
 
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
 @pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_special_token_that_takes_white_space_is_refused(where, tmp_path):
+def test_a_special_token_that_takes_white_space_is_refused(where, side, tmp_path):
     shutil.copytree(PUBLISHED / "smollm2", tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / where).read_text())
     if where == "tokenizer.json":
-        content["added_tokens"][1]["lstrip"] = True
+        content["added_tokens"][1][side] = True
     else:
-        content["added_tokens_decoder"] = {"1": {"content": "<|im_start|>", "lstrip": True}}
+        content["added_tokens_decoder"] = {"1": {"content": "<|im_start|>", side: True}}
     (tmp_path / where).write_text(json.dumps(content))
     with pytest.raises(SystemExit, match="takes the white space next to it, which is not supported"):
         Tokenizer.load(tmp_path)

@@ -71,7 +71,8 @@ def main():
     start_hash = ""  # of the model that a run began with, if that is to be compared
     if len(models) == 1 and settings.GIVEN["run"]:
         (about,) = objects(Path(models[0]).resolve().parent, "run")
-        start_hash = about.get("start_hash", "")
+        if not any("MODEL" in settings.GIVEN[source] for source in ("arguments", "environment")):
+            start_hash = about.get("start_hash", "")
         own = settings.GIVEN["run"].get("TASK")  # of the run, which began with its start model even if TASK is given
         models.insert(0, train.MODEL or start_folder(load_task(own) if own else train.task))
     if len(models) not in (1, 2):
@@ -82,7 +83,7 @@ def main():
     for title, name in zip("AB", models):
         model = architectures.load(name)
         if title == "A" and start_hash:
-            found = hash_of(lora.merged(model), settings.GIVEN["run"].get("LORA_RANK"))
+            found = hash_of(lora.merged(model), int(settings.GIVEN["run"].get("LORA_RANK", 0)))
             if found != start_hash:
                 fail(
                     f"{name} is not the model that the run of {models[1]} began with; put it back, or name two models."

@@ -51,7 +51,8 @@ def make(folder, arguments, first):
         if not finished(folder):  # whatever its verdict, which its exit code tells
             fail(f"the run in {folder} did not finish; its error is above, and its output in {folder}.log.")
     (made_with, about), (expected, about_first) = (objects(some, "settings", "run") for some in (folder, first))
-    if about.get("start_hash") != about_first.get("start_hash"):
+    hashes = {some["start_hash"] for some in (about, about_first) if "start_hash" in some}
+    if len(hashes) > 1:
         fail(f"the runs in {folder} and {first} began with different models, so they cannot be compared; delete one of "
              "them, or name another OUT.")  # fmt: skip
     given = dict(argument.split("=", 1) for argument in arguments)
