@@ -1,21 +1,23 @@
-"""Named settings × seeds × controls: trains all of these runs, and prints what they gain on held-out questions.
+"""Variants × seeds × controls: trains all of these runs, and prints what they gain on held-out questions.
 
     python -m tools.sweep runs/sums TASK=examples/sums.py EVAL_SAMPLES=16          three seeds and three controls
     python -m tools.sweep runs/losses TASK=examples/sums.py --seeds 5 --controls 0 \\
         --vary default LOSS=grpo "fast: EPOCHS=8 LR=3e-3" --show "sums result T=0" "sums result T=1" entropy
 
-Settings that all runs share are arguments, as for train.py; --vary names what distinguishes them. A control is the same
-run on shuffled rewards (CONTROL=shuffle). Runs are made in OUT/NAME/seed-N and OUT/NAME/control-N, one after another,
-and the same command resumes the one that was stopped, makes those that are missing, and reads the others.
+Settings that all runs share are arguments, as for train.py; a variant is what --vary adds to them, and has a name. A
+control is the same run on shuffled rewards (CONTROL=shuffle). Runs are made in OUT/VARIANT/seed-N and
+OUT/VARIANT/control-N, one after another, and the same command resumes the one that was stopped, makes those that are
+missing, and reads the others.
 
-The table of a single setting has a row for each figure: its mean before and after the runs, the gain, and the gain of
-the controls. With several settings it has a row for each of them, and the figures after the runs as columns; besides
+The table of a single variant has a row for each figure: its mean before and after the runs, the gain, and the gain of
+the controls. With several variants it has a row for each of them, and the figures after the runs as columns; besides
 held-out figures, --show takes entropy (of the last step, in nats per token), frac_zero_std and clipped (the share of
-tokens whose gradient the clip changed). Intervals are 95 %, for other seeds and, in the table of a single setting, for
+tokens whose gradient the clip changed). Intervals are 95 %, for other seeds and, in the table of a single variant, for
 other questions. OUT/sweep.json records what the tables need, a run in each line.
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -31,6 +33,7 @@ from nanorook.tables import table
 from nanorook.verdict import objects, read
 
 DECIDED = "SEED", "CONTROL", "OUT_DIR"  # by this program, for each run
+KINDS = {"runs": ("seed", "none"), "controls": ("control", "shuffle")}  # of runs: how folders are named, and CONTROL
 
 
 # ---- Runs ----------------------------------------------------------------------------------------------------
@@ -38,7 +41,7 @@ DECIDED = "SEED", "CONTROL", "OUT_DIR"  # by this program, for each run
 
 def make(folder, arguments, first):
     """Makes a run of train.py, unless it has been made. In what the arguments leave open, it must not differ from the
-    `first` run of its setting."""
+    `first` run of its variant."""
     if not finished(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +117,8 @@ def record_of(folders):
             shared = shared_by(some)
             variants[variant][kind] = [[every[folder].get(name) for name in names] for folder in some]
             variants[variant][f"shared by {kind}"] = [shared.get(name, 0.0) for name in names]
-    first = next(iter(every))
-    about = {name: value for name, value in next(objects(first, "run")).items() if name != "questions"}
+    (about,) = objects(next(iter(every)), "run")
+    about = {name: value for name, value in about.items() if name != "questions"}
     return {"about": about, "figures": names, "variants": variants}
 
 
@@ -140,7 +143,7 @@ def scale_of(name, values):
 
 
 def gain_rows(record):
-    """The rows for a single setting, the heading first."""
+    """The rows for a single variant, the heading first."""
     (variant,) = record["variants"].values()
     runs, controls = variant["runs"], variant.get("controls", [])
     rows = [["", "before", "after", "gain"] + ["gain of the shuffled control"] * bool(controls)]
@@ -160,7 +163,7 @@ def gain_rows(record):
 
 
 def comparison_rows(record, shown=()):
-    """The rows for several settings, the heading first: means over the seeds after the runs."""
+    """The rows for several variants, the heading first: means over the seeds after the runs."""
     names = shown or record["figures"]
     rows = [["", *names]]
     all_runs = [run for variant in record["variants"].values() for run in variant["runs"] + variant.get("controls", [])]
@@ -189,13 +192,13 @@ def main():
     p.add_argument(
         "--vary",
         nargs="+",
-        metavar="SETTINGS",
+        metavar="VARIANT",
         default=["default"],
-        help='the settings to compare, such as default LOSS=grpo "fast: LR=1e-3"',
+        help='the variants to compare, such as default LOSS=grpo "fast: LR=1e-3"',
     )
-    p.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each setting")
-    p.add_argument("--controls", type=number(int, 0), help="control runs of each setting (default: as many as seeds)")
-    p.add_argument("--show", nargs="+", metavar="FIGURE", help="the columns where several settings are compared")
+    p.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each variant")
+    p.add_argument("--controls", type=number(int, 0), help="control runs of each variant (default: as many as seeds)")
+    p.add_argument("--show", nargs="+", metavar="FIGURE", help="the columns where several variants are compared")
     a = p.parse_intermixed_args()
     variants = {}  # {name: its settings}, of texts such as "LOSS=grpo" or "fast: EPOCHS=8 LR=3e-3"
     for text in a.vary:
@@ -211,22 +214,20 @@ def main():
         if subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL).wait():
             sys.exit(1)
     out = a.out.resolve()
-    controls = a.seeds if a.controls is None else a.controls
-    folders = {variant: {"runs": [], "controls": []} for variant in variants}
-    for seed in range(max(a.seeds, controls)):  # of all settings before the next, so that a part is of use, too
-        for variant, settings in variants.items():
+    counts = {"runs": a.seeds, "controls": a.seeds if a.controls is None else a.controls}
+    folders = {variant: {kind: [] for kind in KINDS} for variant in variants}
+    for seed in range(max(counts.values())):  # of all variants before the next, so that a part is of use, too
+        for (variant, settings), kind in itertools.product(variants.items(), KINDS):
+            if seed >= counts[kind]:
+                continue
+            name, control = KINDS[kind]
+            folder = out / re.sub(r"[^\w.=]+", "-", variant) / f"{name}-{seed}"
             made = folders[variant]
-            for kind, name, count, control in (
-                ("runs", "seed", a.seeds, "none"),
-                ("controls", "control", controls, "shuffle"),
-            ):
-                if seed < count:
-                    folder = out / re.sub(r"[^\w.=]+", "-", variant) / f"{name}-{seed}"
-                    first = [*made["runs"], *made["controls"], folder][0]
-                    make(folder, [*a.settings, *settings, f"SEED={seed}", f"CONTROL={control}"], first)
-                    made[kind].append(folder)
-                    record = record_of(folders)
-                    write(out / "sweep.json", as_lines(record))
+            first = [*made["runs"], *made["controls"], folder][0]
+            make(folder, [*a.settings, *settings, f"SEED={seed}", f"CONTROL={control}"], first)
+            made[kind].append(folder)
+            record = record_of(folders)
+            write(out / "sweep.json", as_lines(record))
     if unknown := [name for name in a.show or [] if name not in record["figures"]]:
         p.error(f"--show: the runs have no figure {unknown[0]!r}, but {', '.join(record['figures'])}.")
     rows = gain_rows(record) if len(variants) == 1 else comparison_rows(record, a.show)
