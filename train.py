@@ -534,6 +534,7 @@ def load_models(run, source, device, saved):
     if LORA_RANK:
         lora.add(model, LORA_RANK, SEED, source)
     optimizers = make_optimizers(model)
+    run.check_optimizers(optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -577,7 +578,7 @@ def make_reference(model):
 def make_optimizers(model):
     """A list of optimizers that share no parameters; with LORA_RANK, the adapters' matrices are the only ones. `lr` is the
     highest rate; the schedule multiplies it. Checkpoints and going back restore what an optimizer keeps in its `state`,
-    so nothing else that changes may be in its groups, and a run is resumed with optimizers of the same classes."""
+    so nothing else that changes may be in its groups; a run is not resumed with optimizers of other classes."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return [torch.optim.AdamW(weights, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 

@@ -45,6 +45,7 @@ class Run:
         self.dtype = ""  # of the matrix products, chosen once: a second measurement might choose another one
         self.microbatch = 0  # the most tokens in one, likewise
         self.start_hash = ""  # of the start model's weights
+        self.optimizers = []  # the names of their classes
         self.evaluation_seconds = 0.0  # that the last evaluation took
         self.skill = {}  # {"before", "step 40", "after": {name: figure}}, see statistics.figure
         self.best = (-math.inf, 0)  # the highest reward of an evaluation, and its step
@@ -93,6 +94,14 @@ class Run:
             fail(f"the weights in {source} are not those that the run in {self.out} began with; put them back, name "
                  "another OUT_DIR, or start over with FRESH=1.")  # fmt: skip
         self.start_hash = found
+
+    def check_optimizers(self, optimizers):
+        """Moments of one kind of optimizer mean nothing to another."""
+        found = [type(optimizer).__name__ for optimizer in optimizers]
+        if self.optimizers not in ([], found):
+            fail("make_optimizers returns other optimizers than the run was started with "
+                 f"({' '.join(self.optimizers)}); start over with FRESH=1.")  # fmt: skip
+        self.optimizers = found
 
     def found(self):
         """Files with names that a run uses; if there is no run here, they belong to somebody else."""
@@ -250,9 +259,6 @@ def moments_of(optimizers):
 
 
 def restore(model, optimizers, weights, moments):
-    if len(moments) != len(optimizers):
-        fail(f"this run was started with {len(moments)} optimizer(s), but make_optimizers returns {len(optimizers)}; "
-             "start over with FRESH=1.")  # fmt: skip
     lora.load_trained_state(model, weights)
     for optimizer, state in zip(optimizers, moments):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -205,11 +205,12 @@ def test_what_a_run_that_broke_off_says_is_true_with_fresh(tmp_path, monkeypatch
     assert continuation(tmp_path, True).startswith("the same command without FRESH=1 resumes from")
 
 
-def test_another_number_of_optimizers_does_not_continue_a_run(toy_run, monkeypatch):
+@pytest.mark.parametrize("kind, share", [(torch.optim.SGD, False), (torch.optim.AdamW, True)])
+def test_other_optimizers_do_not_continue_a_run(kind, share, toy_run, monkeypatch):
     toy_run(STEPS=1)
-    made = lambda model: [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]  # noqa: E731
-    monkeypatch.setattr(train, "make_optimizers", made)
-    with pytest.raises(SystemExit, match="started with 1 optimizer.s., but make_optimizers returns [0-9]+; start"):
+    parts = lambda model: [[p] for p in model.parameters()] if share else [model.parameters()]  # noqa: E731
+    monkeypatch.setattr(train, "make_optimizers", lambda model: [kind(part, lr=0.1) for part in parts(model)])
+    with pytest.raises(SystemExit, match=r"other optimizers than the run was started with \(AdamW\); start over"):
         toy_run(STEPS=2)
 
 
