@@ -1,9 +1,9 @@
-"""The tables and pictures of docs/what-rl-does.md: exact policies before and after the runs of a sweep.
+"""The tables and pictures of docs/what-rl-does.md: exact policies before and after the runs of experiments/study.sh.
 
     python -m experiments.study runs/study TASK=examples/mates.py DATA=data/test.txt.gz
 
-The folder has runs of tools.sweep, SETTING/seed-N and SETTING/control-N, and may have models of tools.exact_gradient in
-the same places. A policy is computed once and kept in FOLDER/policies, under a hash of the weights and the questions.
+The folder has runs of tools.sweep and models of tools.exact_gradient, all or some of RUNS. A policy is computed once
+and kept in FOLDER/policies, under a hash of the weights and the questions.
 """
 
 import argparse
@@ -38,7 +38,6 @@ RUNS = {  # folders: their name for people
     "plain/seed-*": "plain",
     "paper/seed-*": "as in the paper",
     "mean/seed-*": "divided by the mean",
-    "4-to-1/seed-*": "best of 4 to 1",
     "best-of-4/seed-*": "best of 4",
     "exact-plain/seed-*": "exact gradient, plain",
     "exact-best-of-4/seed-*": "exact gradient, best of 4",
@@ -117,7 +116,8 @@ def run_and_control_rows(start, runs, controls):
     for name, values in before.items():
         if name == "other":
             continue
-        row = [f"mates found, {name}", f"{100 * values.mean():.1f}"]
+        title = "mates found, likeliest" if name == "likeliest" else f"mates found {name}"  # as tools.evaluate calls it
+        row = [title, f"{100 * values.mean():.1f}"]
         row.append(f"{100 * np.mean([one[name].mean() for one in after]):.1f}")
         for policies in (after, [policy.skills() for policy in controls]):
             mean, half = compare.over_models([one[name] - values for one in policies])

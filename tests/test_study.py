@@ -1,12 +1,18 @@
 """The tables and pictures of docs/what-rl-does.md, from policies that are known."""
 
+import os
+import re
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 
 from experiments import study
+from nanorook.settings import SETTINGS
 from nanorook.task import Grade, Question
-from tools import compare, exact
+from tools import compare, exact, exact_gradient
+from toy import ROOT, program
 
 RIGHT = np.array([[True, False, False], [False, True, False]])
 
@@ -32,7 +38,7 @@ def test_a_run_is_shown_with_its_control():
     head, likeliest, once, *_ = study.run_and_control_rows(START, [AFTER], [START])
     assert head == ["", "before", "after", "gain", "gain of the shuffled control"]
     assert likeliest[:3] == ["mates found, likeliest", "0.0", "50.0"]
-    assert once[:3] == ["mates found, pass@1", "15.0", "35.0"]
+    assert once[:3] == ["mates found pass@1", "15.0", "35.0"]
     assert once[3].startswith("+20.0 ±") and once[4].startswith("+0.0 ±")
 
 
@@ -75,3 +81,16 @@ def test_the_front_is_drawn_from_the_table_alone(tmp_path):
     models = {"plain, one seed": [AFTER], "exact gradient, log, 2 seeds": [AFTER, AFTER]}
     study.draw_front(study.skill_rows(START, models), tmp_path / "front.svg")
     assert "exact gradient, log, 2 seeds" in (tmp_path / "front.svg").read_text()
+
+
+def test_the_script_makes_the_folders_that_the_tables_read(tmp_path):
+    """With a Python that makes nothing, and says what it is asked for, an argument on each line."""
+    python = program(tmp_path / "python", """case "$*" in -c*) ;; *) printf '%s\\n' "$@";; esac""")
+    command = [str(ROOT / "experiments" / "study.sh"), str(tmp_path / "out")]
+    said = subprocess.run(command, env=os.environ | {"PYTHON": python}, capture_output=True, text=True, check=True)
+    made = {"plain/control-*", "default/control-*"}
+    made |= {f"{folder}/seed-*" for folder in re.findall("(exact-[^/]+)/seed-", said.stdout)}
+    for variant in re.findall("^([a-z0-9 ]+): ", said.stdout, re.MULTILINE):
+        made.add(f"{variant.replace(' ', '-')}/seed-*")
+    assert made == {*study.RUNS}
+    assert exact_gradient.OBJECTIVE and {*re.findall(r"\b([A-Z][A-Z_]+)=", said.stdout)} <= {*SETTINGS}
