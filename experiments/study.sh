@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything behind docs/what-rl-does.md: the runs, then their tables and pictures. On one core a run takes a quarter of
-# an hour, all of them nine hours. The same command continues where it was stopped.
+# an hour, all of them about eight hours. The same command continues where it was stopped.
 #
 #   experiments/study.sh [OUT]          OUT: runs/study unless another folder is named
 set -euo pipefail
