@@ -10,8 +10,8 @@ NEEDS="requirements.txt requirements-test.txt" source nanorook/setup.sh
 S="TASK=examples/mates.py STEPS=60 KL_DIVERGENCE_THRESHOLD=100 DTYPE=float32"
 sweep="$PYTHON -m tools.sweep $out EVAL_POSITIONS=100"
 
-# GRPO. In groups of G the gradient of the best of k is 1/k - 1/G times the objective's; for other G than 32, KL_COEF is
-# multiplied by the same factor.
+# GRPO. In groups of G the gradient is 1/k - 1/G times that of the expected best of k. For G other than 32, KL_COEF is
+# scaled by the ratio of this factor to that at G = 32.
 $sweep $S --controls 1 --vary "plain: default"
 $sweep $S --controls 0 --vary \
     "mean: SCALE_REWARDS=mean" \
