@@ -41,7 +41,7 @@ WRONG = {  # what of the toy task is replaced, by what, and what is said
     "kind": ("make_questions", asking(kind="shrot"), "LIMITS have no entry for questions of the kind 'shrot'"),
     "truth": ("make_questions", asking(truth={1}), "truth of .* has to be serialisable as JSON .*set"),
     "no held-out": ("load", lambda *args: (list(range(9)), []), "has 9 items to train on and 0 held out"),
-    "long prompt": ("make_questions", asking(prompt="." * 24), "24 tokens leaves no room .* 24 positions"),
+    "long prompt": ("make_questions", asking(prompt="." * 24), "24 tokens, which leaves no room .* 24 positions"),
     "another Grade": ("grade", lambda *args: (0.5, ()), "it returned .0.5, .... not a Grade"),
     "no number": ("grade", with_pieces(("all", "1")), "piece .'all', '1'. has to be"),
     "not finite": ("grade", with_pieces(("all", math.nan)), "piece .'all', nan. has to be"),
