@@ -114,7 +114,7 @@ def run_and_control_rows(start, runs, controls):
     before, after = start.skills(), [policy.skills() for policy in runs]
     rows = [["", "before", "after", "gain", "gain of the shuffled control"]]
     for name, values in before.items():
-        if name == "other":
+        if name == "other" or name not in SHOWN:
             continue
         title = "mates found, likeliest" if name == "likeliest" else f"mates found {name}"  # as tools.evaluate calls it
         row = [title, f"{100 * values.mean():.1f}"]

@@ -12,7 +12,7 @@ sweep="$PYTHON -m tools.sweep $out EVAL_POSITIONS=100"
 
 # GRPO. In groups of G the gradient is 1/k - 1/G times that of the expected best of k. For G other than 32, KL_COEF is
 # scaled by the ratio of this factor to that at G = 32.
-$sweep $S --controls 1 --vary "plain: default"
+$sweep $S --vary "plain: default"
 $sweep $S --controls 0 --vary \
     "mean: SCALE_REWARDS=mean" \
     "best of 4: BEST_OF=4" \
