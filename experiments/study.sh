@@ -19,10 +19,10 @@ $sweep $S --controls 0 --vary \
     "paper: CREDIT=answer SCALE_REWARDS=std KL_ESTIMATOR=k3 LOSS=grpo" \
     "q8 plain: GROUP_SIZE=8 KL_COEF=0.0271" \
     "q8 best of 4: GROUP_SIZE=8 BEST_OF=4 KL_COEF=0.01714" \
+    "g64 plain: BATCH_POSITIONS=32 GROUP_SIZE=64 KL_COEF=0.03048" \
     "g64 best of 4: BATCH_POSITIONS=32 GROUP_SIZE=64 BEST_OF=4 KL_COEF=0.03214"
 $sweep $S --seeds 1 --controls 0 --vary \
-    "g8 best of 4: BATCH_POSITIONS=256 GROUP_SIZE=8 BEST_OF=4 KL_COEF=0.01714" \
-    "g64 plain: BATCH_POSITIONS=32 GROUP_SIZE=64 KL_COEF=0.03048"
+    "g8 best of 4: BATCH_POSITIONS=256 GROUP_SIZE=8 BEST_OF=4 KL_COEF=0.01714"
 
 # The exact gradient, without samples
 exact() { # NAME SEED NAME=value ...
