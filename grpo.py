@@ -129,7 +129,7 @@ def logprobs_and_entropy(hidden, tokens, head, V, temperature, most_logits):
     if hidden.is_cuda:
         logits_in_a_part = most_logits // 2  # as hardware.bytes_of_logits() expects
     elif at_once:
-        logits_in_a_part = 2**22  # they fit the caches of a CPU
+        logits_in_a_part = 2**22  # small enough for a CPU's caches
     else:
         logits_in_a_part = 2**25  # more, as each part adds to the head's gradient
     logits_in_a_row = max(1, tokens.shape[1] * V)

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import architectures
 import train
 from nanorook import hardware
-from nanorook.run import finished
+from nanorook.run import finished, hash_of
 from nanorook.settings import ROOT, fail
 from nanorook.statistics import with_interval
 from nanorook.task import start_folder
@@ -83,11 +83,9 @@ def is_trained(run):
 def policy_of(model, questions, folder, device):
     """The compare.Policy of a model folder, kept in a file of this folder."""
     model = architectures.load(model)
-    sha = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        sha.update(tensor.numpy())
-    sha.update(repr([train.TEMPERATURE, *((q.question.prompt, q.texts, q.rewards) for q in questions)]).encode())
-    kept = folder / f"{sha.hexdigest()[:16]}.npz"
+    asked = [(q.question.prompt, q.texts, q.rewards) for q in questions]
+    made_from = repr([hash_of(model, lora_rank=0), train.TEMPERATURE, asked])
+    kept = folder / f"{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.npz"
     if not kept.exists():
         found = compare.policy(model.to(device), questions)
         folder.mkdir(exist_ok=True)
